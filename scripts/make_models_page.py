@@ -56,6 +56,7 @@ MODELS = {
     "falcon": "Falcon 7B, 40B, 180B; Falcon 2 11B (Falcon 3 is `llama`)", "bitnet": "BitNet b1.58 2B 4T",
     "hyperclovax": "HyperCLOVA X SEED Think", "gpt_neo": "GPT-Neo", "codegen": "CodeGen", "jais2": "Jais 2",
     "mistral4": "Mistral Small 4 (text)", "hy_v3": "Hunyuan 3", "phi4_multimodal": "Phi-4-multimodal, Phi-3-vision (text)",
+    "mellum": "Mellum 2", "flint": "Flint",
 }
 FLAGS = {
     "experts": "a mixture of experts", "latent": "latent attention", "sinks": "attention sinks",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ridgeline.errors import ModelError, shown
@@ -136,11 +136,22 @@ def read_head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int,
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 
 
+# The same in GGUF, with what else llama.cpp reads of any file and this engine does not compute.
+GGUF_ONLY = {"attention.causal": True, "attention.max_alibi_bias": 0.0, "rope.scaling.yarn_ext_factor": 1.0,
+             "rope.scaling.yarn_attn_factor": 1.0}
+
+
+def check_gguf_only(fields: Fields, key: Callable[[str], str]) -> None:
+    for name, value in GGUF_ONLY.items():
+        if fields.get(key(name), value) != value:
+            raise ModelError(f"{fields.where}: {key(name)} {shown(fields.get(key(name)))} is not supported; supported: {value!r}")
+
+
 def check_only(fields: Fields, family: Family) -> None:
     for name, value in CAUSAL.items():
         if fields.get(name, value) != value:
-            raise ModelError(f"{fields.where}: {name} {fields.get(name)!r} is not supported: tokens that see those behind them "
-                             "give vectors, not text")
+            raise ModelError(f"{fields.where}: {name} {shown(fields.get(name))} is not supported: tokens that see those behind "
+                             "them give vectors, not text")
     for name, value in family.only.items():
         if fields.get(name, value) != value:
             raise ModelError(

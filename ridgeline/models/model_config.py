@@ -26,6 +26,7 @@ from ridgeline.models.config_fields import (
     MAX_POSITIONS,
     MAX_VOCABULARY,
     Fields,
+    check_gguf_only,
     check_heads,
     check_only,
     read_activation,
@@ -413,9 +414,8 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     windowed = bool(fields.get(key("attention.sliding_window")))
     family = _with_second_norm(gguf_family(architecture, gguf_score(fields, key), windowed, where), file)
 
-    def has(tensor: str) -> bool:
-        return tensor in file.tensors
-
+    has = file.tensors.__contains__
+    check_gguf_only(fields, key)
     num_layers = gguf_layers(fields, key)
     num_heads = fields.integer(key("attention.head_count"), maximum=MAX_HEADS)
     latent = gguf_latent(fields, family.interleaved, key) if family.latent else None

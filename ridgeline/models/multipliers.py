@@ -42,7 +42,7 @@ def read_multipliers(fields: Fields, family: Family) -> Multipliers:
         return Multipliers(
             fields.number("embedding_multiplier", 1.0), fields.number("residual_multiplier", 1.0),
             fields.number("logits_scaling", 1.0),
-            fields.number("attention_multiplier") if fields.get("attention_multiplier") else None,
+            fields.number("attention_multiplier") if fields.get("attention_multiplier") is not None else None,
         )
     if family.depth_scale:
         depth = math.sqrt(fields.integer("num_hidden_layers"))

@@ -181,7 +181,7 @@ def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer, wants: st
 
 def _headless(absent: Iterable[str]) -> str:
     """What to say besides if the head is all that a checkpoint lacks: it was made for something else. `absent`: its pieces."""
-    if any(not piece.startswith("head.") for piece in absent):
+    if set(absent) != {"head.weight:"}:
         return ""
     return (". Without a head of a language model it gives vectors or scores, not text, unless tie_word_embeddings says that the "
             "embedding is the head")

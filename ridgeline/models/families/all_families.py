@@ -41,7 +41,7 @@ from ridgeline.models.families.minimax import MINIMAX_M2
 from ridgeline.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL
 from ridgeline.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3, PHI4_MULTIMODAL
-from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from ridgeline.models.families.qwen import FLINT, MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from ridgeline.models.family import FUSED_EXPERTS, NOT_TEXT, TEXT_PREFIXES, ExpertRule, Family, FusedExperts
 
 FAMILIES = (
@@ -50,7 +50,7 @@ FAMILIES = (
     STABLELM, PHI, GPT_NEOX, GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE,
     HUNYUAN_MOE, PHIMOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU,
     OLMO, FLEX_OLMO, SOLAR_OPEN, EXAONE, EXAONE_MOE, INTERNLM2, MINICPM, GPTJ, OPT, GPT_BIGCODE,
-    FALCON, BITNET, HYPERCLOVAX, GPT_NEO, CODEGEN, JAIS2, MISTRAL4, HUNYUAN_3, PHI4_MULTIMODAL,
+    FALCON, BITNET, HYPERCLOVAX, GPT_NEO, CODEGEN, JAIS2, MISTRAL4, HUNYUAN_3, PHI4_MULTIMODAL, MELLUM, FLINT,
 )
 
 # Checkpoints that also see images or hear: their language model is served; `text_config` says which that is.

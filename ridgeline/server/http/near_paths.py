@@ -20,6 +20,13 @@ ELSEWHERE = {
         ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/classify", "/pooling"),
         "it needs a model trained for it, which this server does not run; /v1/score and /v1/embeddings work with any model",
     ),
+    **dict.fromkeys(
+        ("/v2/chat", "/v1/chat", "/v2/embed", "/v1/embed"),
+        "this is Cohere's API; the server answers clients of OpenAI (base URL with /v1), of Anthropic and of Ollama",
+    ),
+    "/v1/completion": "did you mean /v1/completions?",  # not llama.cpp's /completion
+    **dict.fromkeys(("/v1/fim/completions", "/fim/completions"), "/v1/completions with `suffix` fills in the middle"),
+    **dict.fromkeys(("/get_model_info", "/server_info", "/info"), "/v1/models and /health tell of the model and its state"),
     "/lora-adapters": "adapters are not supported; merge them into the model",
     "/v1/responses/compact": "conversations are not shortened here; send fewer items",
 }
@@ -38,6 +45,17 @@ BELOW = {
         ("/v1/moderations", "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime"),
         "this server only generates text",
     ),
+    **dict.fromkeys(
+        ("/v1beta", "/v1alpha", "/v1beta1"),
+        "this is Gemini's API; the server answers clients of OpenAI (base URL with /v1), of Anthropic and of Ollama",
+    ),
+    **dict.fromkeys(
+        ("/generate", "/generate_stream", "/v1/generate"),
+        "this is the own API of TGI and SGLang; /v1/completions and /v1/chat/completions do the same",
+    ),
+    "/model": "this is Bedrock's API; use the client for OpenAI, with a base URL that ends with /v1",
+    "/api/v0": "this is LM Studio's own API; use the client for OpenAI, with a base URL that ends with /v1",
+    "/v1/engines": "these paths are old; /v1/models lists the model, /v1/completions answers",
     "/openai/deployments": "this is Azure's path; use the client for OpenAI, with a base URL that ends with /v1",
 }
 CLOSE = 0.8                          # of difflib: the share of characters that two paths have in common

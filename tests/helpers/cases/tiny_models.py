@@ -23,6 +23,7 @@ from tiny_configs import (
     CHECKPOINTS,
     EAGER_EXPERTS,
     LEFT_OUT,
+    LISTED,
     MAX_POSITION,
     SEEDS,
     VOCAB,
@@ -241,7 +242,8 @@ def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     if config.get("rope_interleave"):
         del config["rope_interleave"]
-    config.pop("layer_types", None)
+    if config["model_type"] not in LISTED:
+        config.pop("layer_types", None)
     config.pop("_sliding_window_pattern", None)
     for name in LEFT_OUT.get(config["model_type"], ()):
         del config[name]

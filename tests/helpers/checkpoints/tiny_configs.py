@@ -182,6 +182,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
                          "ext_pw_out_channel": 32, "nemo_conv_channels": 8, "input_size": 16, "sliding_window": None},
         "sliding_window": WINDOW,
     }),
+    "mellum": ("Mellum", {
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN | {"rope_theta": 1e2}}, "head_dim": 16,
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "sliding_window": WINDOW, "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    }),
+    "flint": ("Flint", {"rope_parameters": PLAIN, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
+                        "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28, "sliding_window": WINDOW,
+                        "num_hidden_layers": 5, "mlp_only_layers": [0]}),
     # Under names that transformers does not have (RENAMED).
     "internlm2": ("Llama", {"rope_parameters": PLAIN, "head_dim": 12}),
     "exaone": ("Llama", {"rope_parameters": LLAMA3}),
@@ -199,7 +208,7 @@ LATER = (
     "ministral", "cwm", "vaultgemma", "youtu",
     "olmo", "flex_olmo", "solar_open", "exaone_moe", "gptj", "opt", "gpt_bigcode", "internlm2", "exaone", "minicpm",
     "falcon", "falcon-7b", "falcon-11b", "falcon-in-turn", "bitnet", "hyperclovax", "hyperclovax-plain", "gpt_neo", "codegen",
-    "jais2", "mistral4", "hy_v3", "phi4_multimodal",
+    "jais2", "mistral4", "hy_v3", "phi4_multimodal", "mellum", "flint",
 )
 SEEDS = {name: seed for seed, name in enumerate((*sorted(CHECKPOINTS.keys() - set(LATER)), *LATER))}
 # Fields that config.json of these families leaves to the class, and that the family declares.
@@ -218,3 +227,5 @@ LEFT_OUT = {
     "gpt_neo": ("activation_function", "tie_word_embeddings"),
     "codegen": ("activation_function",), "jais2": ("hidden_act",),
 }
+# Families whose windows only a list of layers says: such a list is in every config.json of theirs.
+LISTED = ("mellum",)

@@ -12,8 +12,8 @@ from ridgeline.models.families.all_families import FAMILIES, WITH_MORE, family_o
 # Attention and MLPs alone, or nearly: a declaration away.
 UNDECLARED = {
     "AXK1ForCausalLM", "AriaTextForCausalLM", "BioGptForCausalLM", "Cohere2MoeForCausalLM", "CohereCompassForCausalLM",
-    "DbrxForCausalLM", "FlintForCausalLM", "GPTNeoXJapaneseForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM",
-    "Kolibri1ForCausalLM", "MellumForCausalLM", "NanoChatForCausalLM", "XLMWithLMHeadModel",
+    "DbrxForCausalLM", "GPTNeoXJapaneseForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM",
+    "Kolibri1ForCausalLM", "NanoChatForCausalLM", "XLMWithLMHeadModel",
     # Of GGUF.
     "arctic", "bailingmoe", "bailingmoe2", "codeshell", "dbrx", "deepseek", "deepseek2-ocr", "grok", "grovemoe", "hunyuan_vl",
     "maincoder", "orion", "paddleocr", "pangu-embedded", "plamo", "plamo3", "plm", "qwen", "smallthinker", "step35", "xverse",

@@ -70,7 +70,7 @@ def test_docs_is_one_page_without_scripts_or_foreign_bytes(server: ScriptedServe
     ("/chat/completions", "/v1/chat/completions"), ("/models", "/v1/models"), ("/v1/v1/models", "/v1/models"),
     ("/openai/v1/chat/completions", "/v1/chat/completions"), ("/v1/chat/completions/", "/v1/chat/completions"),
     ("/openai/chat/completions", "/v1/chat/completions"), ("/v1/chat/completion", "/v1/chat/completions"),
-    ("/v1/tokenize", "/tokenize"), ("/embeddings", "/v1/embeddings"),
+    ("/v1/tokenize", "/tokenize"), ("/embeddings", "/v1/embeddings"), ("/v1/completion", "/v1/completions"),
 ])
 def test_a_near_path_is_named(server: ScriptedServer, path: str, meant: str) -> None:
     reply = httpx.post(server.url + path, json={}, headers={"authorization": "Bearer k"})
@@ -93,6 +93,19 @@ def test_parts_of_openais_api_that_are_not_here_are_told_so(server: ScriptedServ
     assert reply.status_code == 404 and "does not exist here; " in error["message"]
     assert error.get("code") == "not_found" or error["type"] == "not_found_error"        # OpenAI's form, Anthropic's
     assert words in error["message"] and "did you mean" not in error["message"]
+
+
+@pytest.mark.parametrize(("path", "words"), [
+    ("/v1beta/models/tiny:generateContent", "this is Gemini's API; the server answers clients of OpenAI"),
+    ("/v2/chat", "this is Cohere's API"), ("/v1/embed", "this is Cohere's API"),
+    ("/generate", "the own API of TGI and SGLang; /v1/completions"), ("/generate_stream", "the own API of TGI and SGLang"),
+    ("/get_model_info", "/v1/models and /health"), ("/v1/fim/completions", "/v1/completions with `suffix`"),
+    ("/model/tiny/converse", "this is Bedrock's API"), ("/v1/engines/tiny/completions", "these paths are old"),
+])
+def test_paths_of_other_apis_are_known(server: ScriptedServer, path: str, words: str) -> None:
+    reply = httpx.post(server.url + path, json={}, headers={"authorization": "Bearer k"})
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 404 and words in message and "did you mean" not in message
 
 
 def test_other_paths_are_not_guessed() -> None:
