@@ -98,9 +98,9 @@ class BlockPool:
         else:
             self._drop(blocks)
 
-    def index(self, block: int) -> None:
-        """The prefix cache can find this block from now on: keep its contents after the last reference goes."""
-        self._indexed.add(block)
+    def index(self, blocks: list[int]) -> None:
+        """The prefix cache can find these blocks from now on: keep their contents after the last reference goes."""
+        self._indexed.update(blocks)
 
     def unindex(self, block: int) -> bool:
         """The contents of this held block must not be found again. False: the prefix cache cannot find it anyway."""

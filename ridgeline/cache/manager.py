@@ -255,22 +255,21 @@ class KVManager:
         in which every row computes one token are the exception: blocks that those fill are committed when they have run.
         """
         first, size = blocks.committed, self.block_size
-        full = num_computed // self.block_size
-        blocks.committed = max(first, full)
+        full = num_computed // size
+        if full <= first:
+            return
+        blocks.committed, standing, cache = full, blocks.node, self.cache
         for index in range(first, full):
-            standing = blocks.node
             if standing is None:
-                return
-            start = index * size
-            content = tokens[start : start + size].tobytes()
-            node, taken = self.cache.insert(standing, content, [table[index] for table in blocks.tables])
-            for block in taken:
-                self.pool.index(block)
+                break
+            content = tokens[index * size : index * size + size].tobytes()
+            node, taken = cache.insert(standing, content, [table[index] for table in blocks.tables])
+            self.pool.index(taken)
             if node is None:
-                self.cache.leave(standing)
+                cache.leave(standing)
             else:
-                self.cache.stand_on(node, instead_of=standing)
-            blocks.node = node
+                cache.stand_on(node, standing)
+            blocks.node = standing = node
 
     def _slide(self, blocks: SequenceBlocks, group: int, first_visible: int) -> None:
         """Release the blocks that lie wholly before `first_visible`, the earliest position the next query can see."""

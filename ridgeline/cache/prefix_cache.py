@@ -4,14 +4,13 @@
            ├─ [t0 … t15] ─ [t16 … t31] ─ …        a node is one block of tokens; `blocks` holds its KV, one id per group
            └─ [u0 … u15] ─ …
 
-The salt is in the root's key, so requests with different salts share nothing. The key is a BLAKE2b hash keyed by a
-secret of this process, and the token ids are compared on every hit: a collision is a miss, never a wrong answer.
-Eviction is the pool's business: it calls evict() when it reuses a block.
+A key is Python's own hash of the parent's key and the token ids; a root's, of a secret of this cache and the salt. It only says
+where to look: token ids, parents and salts are compared on every hit. So a collision is a miss, never a wrong answer, and
+requests with different salts share nothing. Eviction is the pool's business: it calls evict() when it reuses a block.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from array import array
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class Node:
     """There are as many as the cache has blocks, and now and then Python's collector looks through all of them: so a node is one
     object for it, which leaves tuples of numbers out. Lists it does not, nor tuples with a node in them."""
 
-    key: bytes
+    key: int
     parent: Node | None
     tokens: bytes                                    # a root has its salt here
     blocks: tuple[int, ...]                          # one per group; 0 where the block is gone or was never kept
@@ -35,8 +34,8 @@ class Node:
 class PrefixCache:
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._keyed = hashlib.blake2b(digest_size=16, key=os.urandom(32))        # copied: a third of the time of a new one
-        self._nodes: dict[bytes, Node] = {}
+        self._secret = int.from_bytes(os.urandom(8), "little")
+        self._nodes: dict[int, Node] = {}
         self._owner: dict[int, Node] = {}              # block -> its node
 
     def __len__(self) -> int:
@@ -44,10 +43,11 @@ class PrefixCache:
 
     def root(self, salt: str) -> Node:
         """The parent of first blocks. Roots are not stored: equal salts give equal roots."""
-        return Node(self._hash(b"root", salt.encode()), None, salt.encode(), ())
+        name = salt.encode()
+        return Node(self._key(self._secret, name), None, name, ())
 
     def find(self, parent: Node, tokens: bytes) -> Node | None:
-        node = self._nodes.get(self._hash(parent.key, tokens))
+        node = self._nodes.get(self._key(parent.key, tokens))
         return node if node is not None and node.tokens == tokens and self._same(node.parent, parent) else None
 
     def walk(self, root: Node, tokens: array[int], limit: int, size: int) -> list[Node]:
@@ -76,14 +76,17 @@ class PrefixCache:
         A node that is there already keeps its blocks and only gains those it lacks. None means a hash collision: this
         branch of the tree cannot grow here.
         """
-        key = self._hash(parent.key, tokens)
+        key, owner = self._key(parent.key, tokens), self._owner
         node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[key] = Node(key, parent, tokens, (0,) * self._num_groups)
+            node = self._nodes[key] = Node(key, parent, tokens, ())
             parent.users += 1
+            kept = [0] * self._num_groups
         elif node.tokens != tokens or not self._same(node.parent, parent):
             return None, []
-        kept, taken, owner = [*node.blocks], [], self._owner
+        else:
+            kept = [*node.blocks]
+        taken = []
         for group, block in enumerate(blocks):
             if block and not kept[group] and block not in owner:
                 kept[group] = block
@@ -131,10 +134,11 @@ class PrefixCache:
         """Nodes are compared by identity, which no collision can fake; roots are made anew each time, so by salt."""
         return a is b or (a is not None and a.parent is None and b.parent is None and a.tokens == b.tokens)
 
-    def _hash(self, parent: bytes, tokens: bytes) -> bytes:
-        hashed = self._keyed.copy()
-        hashed.update(parent + tokens)
-        return hashed.digest()
+    @staticmethod
+    def _key(parent: int, tokens: bytes) -> int:
+        """Python's hash of bytes is a SipHash keyed by a secret of the process, unless PYTHONHASHSEED names one: even then all
+        that somebody can do who computes collisions is to make a prefix that he knows a miss."""
+        return hash((parent, tokens))
 
 
 def _in_common(newest: tuple[array[int], list[Node]] | None, tokens: array[int], limit: int, size: int) -> list[Node]:

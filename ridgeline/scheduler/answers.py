@@ -188,10 +188,15 @@ class Answers:
 
     def _commit_at(self, flight: InFlight, result: StepResult, places: np.ndarray) -> None:
         """Of rows that have their sequences still, with all tokens up to there."""
-        sequences, failed = flight.sequences, result.failed
-        for place, end in zip(places.tolist(), result.lengths[places].tolist(), strict=True):
-            if not (failed and place in failed):
-                self._commit_one(sequences[place], end)
+        if failed := result.failed:
+            places = places[[place not in failed for place in places.tolist()]]
+        sequences, lengths, commit = flight.sequences, result.lengths[places], self._manager.commit
+        for place, end in zip(places.tolist(), lengths.tolist(), strict=True):
+            sequence = sequences[place]
+            assert sequence.blocks is not None
+            commit(sequence.blocks, sequence.tokens, end)
+        # Not what was published for steps still in flight.
+        self._running.rows.committed[flight.rows[places]] = lengths // self._manager.block_size
 
     def _commit_said(self, sequence: Sequence) -> None:
         """Of a row whose new tokens were looked at one by one. Without drafts the newest has no KV. With drafts it may have, and
@@ -200,13 +205,9 @@ class Answers:
         if sequence.row >= 0:
             table.answers.arrived[sequence.row] = end + 1
             if end // self._manager.block_size > table.committed[sequence.row]:
-                self._commit_one(sequence, end)
-
-    def _commit_one(self, sequence: Sequence, end: int) -> None:
-        if sequence.blocks is not None:
-            self._manager.commit(sequence.blocks, sequence.tokens, end)
-            # Not what was published for steps still in flight.
-            self._running.rows.committed[sequence.row] = end // self._manager.block_size
+                assert sequence.blocks is not None
+                self._manager.commit(sequence.blocks, sequence.tokens, end)
+                table.committed[sequence.row] = end // self._manager.block_size
 
     def _broken(self, sequence: Sequence, place: int, result: StepResult, tokens: list[int]) -> list[TokenDelta]:
         """The row failed. Tokens of accepted drafts before the failure count, and may end the answer before it."""

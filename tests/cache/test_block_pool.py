@@ -80,7 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def index(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(+self.held)))
-        self.pool.index(block)
+        self.pool.index([block])
         self.indexed.add(block)
 
     @precondition(lambda self: +self.held)

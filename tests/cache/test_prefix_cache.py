@@ -166,10 +166,10 @@ def test_off_finds_and_keeps_nothing() -> None:
 def test_forced_hash_collisions_never_reuse_a_wrong_block(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 8 bits most lookups collide with something, among them roots of different salts; with 0 bits all do."""
 
-    def weak(self: PrefixCache, parent: bytes, tokens: bytes) -> bytes:
-        return bytes([hashlib.blake2b(parent + tokens, digest_size=1).digest()[0] & (2**bits - 1)])
+    def weak(parent: int, tokens: bytes) -> int:
+        return hashlib.blake2b(str(parent % 2**64).encode() + tokens, digest_size=1).digest()[0] & (2**bits - 1)
 
-    monkeypatch.setattr(PrefixCache, "_hash", weak)
+    monkeypatch.setattr(PrefixCache, "_key", staticmethod(weak))
     size, rng = 4, random.Random(bits)
     manager = KVManager([KVGroupSpec((0,), None, size, 1, 8)], 400)
     contents: dict[int, tuple[str, tuple[int, ...]]] = {}            # block -> salt and all tokens up to its end
