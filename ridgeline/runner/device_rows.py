@@ -23,7 +23,7 @@ from ridgeline.ops.attention.attention_arguments import OwnKernel
 from ridgeline.ops.attention.split_kv import DeviceShares
 from ridgeline.ops.sampling.noise import to_device
 from ridgeline.runner.attention_schedule import AttentionSchedule
-from ridgeline.runner.row_tables import Guesses, LateLengths, PackedDrafts, RowTables, Spread
+from ridgeline.runner.row_tables import Guesses, LateLengths, RowTables, Spread
 from ridgeline.runner.shared_prefix import SharedPrefixes
 from ridgeline.runner.staging import Staging
 from ridgeline.sizes.graph_shapes import Shape, decode_sizes, most_queries
@@ -150,8 +150,6 @@ class DeviceRows:
         single = shape is not None and (shape.decodes, shape.prompts) == (0, 1) and bool(plan.want[0] & TOKEN)
         if shape is not None and single and shape in self._prompts:
             return self._pack_prompt(plan, shape)
-        if guesses is not None and guesses.packed is not None:
-            return self._put_drafts(plan, shape, guesses, guesses.packed)
         layout = self._layout(plan, shape)
         if plan.width is not None and guesses is None:
             guesses = Guesses.of(plan, self.length[plan.rows])
@@ -248,45 +246,6 @@ class DeviceRows:
         if goes_on is not None:
             batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_table_rows, last_shares)
         return batch, end
-
-    def _put_drafts(self, plan: StepPlan, shape: Shape | None, guesses: Guesses, packed: PackedDrafts) -> Batch:
-        """_put() for decodes of which some have drafts, where a native call has packed them: what a graph reads has the same
-        places."""
-        tables, schedule, staging, moving = self.tables, self.schedule, self._staging, 2 + self.tables.num_groups
-        queries = packed.queries if shape is None else shape.queries
-        staging.begin()
-        changes = tables.changes(staging)
-        (places, lengths, *slots), rest = staging.put_lines(packed.values, packed.lines[:moving])
-        decoding = schedule.put_decodes(staging, tables, packed.rows, packed.kv_len, packed.num_rows, queries)
-        (tokens, borders, logits, sample_rows, table_rows, newest), rest = staging.put_lines(rest, packed.lines[moving:])
-        (picks, *late), _ = staging.put_lines(rest, packed.behind if self.late.behind else packed.behind[:1])
-        written = tables.put_changes(staging, changes)
-        staging.send()
-        tables.write(*written)
-        tables.length[plan.rows] = packed.ends
-        self._steady = None
-        if late:
-            where, path, at = late
-            late = [sample_rows, where, path, at]
-        self.late.correct(late, places, slots, tokens, [(lengths, table_rows)])
-        return Batch(
-            tokens=tokens,
-            positions=places,
-            query_start=borders,
-            kv_len=lengths,
-            query_start_host=None,
-            kv_len_host=None,
-            groups=[GroupBatch(each, table, *how) for each, table, how in zip(slots, tables.groups, decoding, strict=True)],
-            logits_index=logits,
-            sample_rows=sample_rows,
-            picks=self._arange[: len(plan.rows) + len(guesses.at)],
-            device_picks=picks,
-            newest=newest,
-            runs=Runs(borders, table_rows, queries),
-            table_rows=table_rows,
-            work=schedule.work(packed.num_rows, 0, queries, shape is not None),
-            workspace=schedule.workspace,
-        )
 
     def _own_kernel(self, layout: _Layout, spread: Spread) -> tuple[OwnKernel, ...]:
         if self.device.type != "cpu":

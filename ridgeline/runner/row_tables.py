@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from ridgeline.messages import StepPlan
 from ridgeline.native_room import NativeRoom
 from ridgeline.ops.attention.late_positions import late_positions
 from ridgeline.ops.cpu import native
-from ridgeline.runner.staging import Line, Staging
+from ridgeline.runner.staging import Staging
 
 # Block ids in 16 bytes. Kernels have other variants for pointers that are not aligned to those, and none is launched directly.
 _WHOLE = 4
@@ -116,29 +115,6 @@ class RowTables:
             by_row[: count + 1], by_row[count + 1 : 2 * count + 1], given > 0,
         )
 
-    def pack_drafts(
-        self, said: list[bytes], plan_rows: np.ndarray, sizes: tuple[int, int, int, int, int], paths: int, num_rows: int,
-        num_tokens: int,
-    ) -> tuple[int, np.ndarray, PackedDrafts]:
-        """What lay_out_guesses() and spread() find for a step in which all rows decode and sample, in one call, and all that the
-        device gets. `said`: widths, first positions and drafts; `sizes`: rows, reach, drafts, most drafts of a row, and room for
-        the paths, of which there are `paths`. Returns what native lay_out_guesses() returns and writes, too; 0: the step is
-        packed as any other."""
-        rows, _, drafts, most, room = sizes
-        groups, table_rows, width = self.blocks.shape
-        size = num_rows + 5 * drafts + rows * (most + 3) + room
-        out = np.empty(size + (6 + groups) * (num_tokens + 1) + 2 * num_rows + 3 * (rows + drafts) + room + 16, np.int64)
-        address = out.ctypes.data
-        longest = self.native.pack_drafts(
-            plan_rows.tobytes(), *said, *self._addresses, address, address + 8 * size, *sizes, num_rows, num_tokens,
-            len(self.given), groups, table_rows, width, self.block_size, self.most_tokens,
-        )
-        token: Line = _INT64, num_tokens
-        row: Line = _INT32, num_rows
-        lines = token, row, *[token] * groups, token, (_INT32, num_rows + 1), token, token, row, token
-        behind = (_INT64, rows + drafts), (_INT64, drafts), (_INT64, paths * longest), (_INT64, drafts)
-        return longest, out[num_rows:], PackedDrafts(out[size:], lines, behind, out[:rows], num_rows, 1 + most)
-
     def changes(self, staging: Staging) -> np.ndarray | None:
         """The changes of the tables for the next copy; what does not fit is sent ahead of it. None: there are none."""
         if not self._changed:
@@ -205,36 +181,6 @@ def spread_reference(
 
 
 @dataclass(slots=True)
-class PackedDrafts:
-    """A step in which all rows decode and sample, packed by the native call that laid out its drafts."""
-
-    values: np.ndarray               # int64: what a graph reads, as Staging.put_lines takes it, and then the rest
-    lines: tuple[Line, ...]          # of what a graph reads …
-    behind: tuple[Line, ...]         # … and of the rest: picks, then what LateLengths needs
-    ends: np.ndarray                 # [R]: tokens in the cache after the step, by row of the plan
-    num_rows: int                    # padding included
-    queries: int                     # most of a row
-
-    @property
-    def kv_len(self) -> np.ndarray:
-        """int32 [R]: 0 for padding."""
-        return self._line(1)
-
-    @property
-    def rows(self) -> np.ndarray:
-        """int64 [R]: with padding."""
-        return self._line(len(self.lines) - 2).astype(np.int64)
-
-    def _line(self, number: int) -> np.ndarray:
-        return self.values[_ints(self.lines[:number]) :].view(np.int32)[: self.num_rows]
-
-
-def _ints(lines: tuple[Line, ...]) -> int:
-    """How many int64 these lines take, each up to a multiple of 16 bytes."""
-    return sum(2 * -(-count * dtype.itemsize // 16) for dtype, count in lines)
-
-
-@dataclass(slots=True)
 class Guesses:
     """The drafts of a plan, row after row. All rows with drafts decode."""
 
@@ -243,7 +189,6 @@ class Guesses:
     path: np.ndarray                 # int64: what the plan says of each row, behind each other; -1: nothing
     at: np.ndarray                   # [G]: its place there; n places before, if the row is n tokens shorter than was said
     tokens: np.ndarray               # [G]: if rows are as long as was said; -1: none
-    packed: PackedDrafts | None = None       # the whole step; None: it is to be packed as any other
 
     @classmethod
     def of(cls, plan: StepPlan, lengths: np.ndarray) -> Guesses:
@@ -319,6 +264,4 @@ class LateLengths:
 
 
 _NO_PLACES = np.zeros(0, np.int64)
-_INT32: np.dtype[Any] = np.dtype(np.int32)
-_INT64: np.dtype[Any] = np.dtype(np.int64)
 _MOST_PIECES = 4096

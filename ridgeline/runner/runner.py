@@ -203,7 +203,7 @@ class Runner:
         greedy = self._is_greedy(plan, rows)
         work = _Work(key, self.forward.shape(plan, greedy), places, rows, num_new, of_prompts, greedy)
         if plan.width is not None:
-            work.guesses, work.positions = lay_out_guesses(plan, places, self.rows.tables, work.shape)
+            work.guesses, work.positions = lay_out_guesses(plan, places, self.rows.tables)
         return work
 
     def said(self, rows: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:

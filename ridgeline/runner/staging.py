@@ -17,7 +17,6 @@ from torch import Tensor
 
 _ALIGN = 16
 _MOST_PLACES = 4096
-Line = tuple[np.dtype[Any], int]     # numbers of a kind
 _KINDS = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
@@ -30,7 +29,6 @@ class Staging:
         # Arrays and tensors at places of the buffers, by turn; and spans to copy. Steps of one shape use the same ones, and
         # making them takes longer than filling them.
         self._places: dict[tuple[int, np.dtype[Any], tuple[int, ...]], tuple[list[np.ndarray], list[Tensor], int]] = {}
-        self._lines: dict[tuple[int, tuple[Line, ...]], tuple[list[np.ndarray], list[list[Tensor]], int]] = {}
         self._spans: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self._turn = 0
         self._sent = 0
@@ -47,31 +45,6 @@ class Staging:
         arrays, tensors, self.used = self._places.get(place) or self._make_place(place)
         arrays[self._turn][...] = values
         return tensors[self._turn]
-
-    def put_lines(self, values: np.ndarray, lines: tuple[Line, ...]) -> tuple[list[Tensor], np.ndarray]:
-        """put() of several arrays, in one copy. `values`: int64, these arrays as they lie in the buffer, and maybe more, which is
-        returned, too."""
-        key = self.used, lines
-        arrays, tensors, end = self._lines.get(key) or self._make_lines(key)
-        size = (end - self.used) // 8
-        arrays[self._turn][...] = values[:size]
-        self.used = end
-        return tensors[self._turn], values[size:]
-
-    def _make_lines(
-        self, key: tuple[int, tuple[Line, ...]]
-    ) -> tuple[list[np.ndarray], list[list[Tensor]], int]:
-        if len(self._lines) >= _MOST_PLACES:
-            self._lines.clear()
-        start, lines = key
-        end, by_line = start, []
-        for dtype, count in lines:
-            place = end, dtype, (count,)
-            _, tensors, end = self._places.get(place) or self._make_place(place)
-            by_line.append(tensors)
-        arrays = [each[start:end].view(np.int64) for each in self._bytes]
-        made = self._lines[key] = arrays, [list(each) for each in zip(*by_line, strict=True)], end
-        return made
 
     def _make_place(
         self, place: tuple[int, np.dtype[Any], tuple[int, ...]]

@@ -26,7 +26,6 @@ from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.runner.row_tables import Guesses, RowTables, too_early
 from ridgeline.runner.sampler import Sampler
 from ridgeline.runner.to_host import Landing
-from ridgeline.sizes.graph_shapes import Shape
 
 Broadcast = Callable[[Tensor], Tensor]
 
@@ -64,48 +63,36 @@ class Positions:
         return np.repeat(self.rows, own), np.arange(self.count) - np.repeat(self.first, own)
 
 
-def lay_out_guesses(
-    plan: StepPlan, places: np.ndarray, tables: RowTables, shape: Shape | None = None
-) -> tuple[Guesses, Positions]:
-    """Guesses.of and Positions.of in one native call; where all rows decode and sample, it packs the step, too. `places`: rows of
-    the plan that sample; `shape`: see DeviceRows.pack."""
+def lay_out_guesses(plan: StepPlan, places: np.ndarray, tables: RowTables) -> tuple[Guesses, Positions]:
+    """Guesses.of and Positions.of in one native call. `places`: rows of the plan that sample."""
+    lengths = tables.length[plan.rows]
     if tables.native is None:
-        return _laid_out(plan, places, tables.length[plan.rows])
+        return _laid_out(plan, places, lengths)
     assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
     rows, reach = plan.drafts.shape
     total, most, count = int(plan.width.sum()), int(plan.width.max()), len(places)
-    sizes = rows, reach, total, most, rows * (reach + most + 1)
+    room, own_rows = rows * (reach + most + 1), plan.rows.astype(np.int64)
+    samples = b"\1" * rows
+    if count < rows:
+        chosen = np.zeros(rows, np.int8)
+        chosen[places] = 1
+        samples, own_rows = chosen.tobytes(), own_rows[places]
+    out = np.empty(5 * total + count * (most + 3) + room, np.int64)
     said = [each.astype(np.int32, copy=False).tobytes() for each in (plan.width, plan.drafts_from, plan.drafts)]
-    own_rows, paths, longest, packed = plan.rows.astype(np.int64), int(np.count_nonzero(plan.width)), 0, None
-    if count == rows and plan.total_tokens == rows + total and (shape is None or shape.draft_tokens):
-        padded = (rows, rows + total) if shape is None else (shape.decodes, shape.draft_tokens)
-        longest, out, packed = tables.pack_drafts(said, plan.rows, sizes, paths, *padded)
-    if not longest:                                      # as any other step
-        longest, out, packed = *_laid_out_natively(plan, places, tables, said, sizes), None
+    longest = tables.native.lay_out_guesses(
+        *said, lengths.tobytes(), samples, out.ctypes.data, rows, reach, total, count, most, room
+    )
     if longest < 0:
         raise too_early(plan, -1 - longest)
     if not longest:                                      # rows are far ahead of what their paths say
-        return _laid_out(plan, places, tables.length[plan.rows])
+        return _laid_out(plan, places, lengths)
     number, offset, at, tokens, entries = out[: 5 * total].reshape(5, total)
     own, first = out[5 * total : 5 * total + 2 * count].reshape(2, count)
     begin = 5 * total + 2 * count
     end = begin + count * (most + 1)
-    table, path = out[begin:end].reshape(count, most + 1), out[end : end + longest * paths]
-    positions = Positions(own_rows if count == rows else own_rows[places], own, table, first, total + count, entries)
-    return Guesses(number, offset, path, at, tokens, packed), positions
-
-
-def _laid_out_natively(
-    plan: StepPlan, places: np.ndarray, tables: RowTables, said: list[bytes], sizes: tuple[int, int, int, int, int]
-) -> tuple[int, np.ndarray]:
-    rows, reach, total, most, room = sizes
-    samples = np.zeros(rows, np.int8)
-    samples[places] = 1
-    out = np.empty(5 * total + len(places) * (most + 3) + room, np.int64)
-    longest = tables.native.lay_out_guesses(
-        *said, tables.length[plan.rows].tobytes(), samples.tobytes(), out.ctypes.data, rows, reach, total, len(places), most, room
-    )
-    return longest, out
+    table, path = out[begin:end].reshape(count, most + 1), out[end : end + longest * np.count_nonzero(plan.width)]
+    positions = Positions(own_rows, own, table, first, total + count, entries)
+    return Guesses(number, offset, path, at, tokens), positions
 
 
 def _laid_out(plan: StepPlan, places: np.ndarray, lengths: np.ndarray) -> tuple[Guesses, Positions]:

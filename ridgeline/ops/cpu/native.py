@@ -53,7 +53,6 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "ngram_drafts": ([_POINTER] * 6 + [_INT] * 4, None),                 # scheduler/drafts/ngram_table.py
     "suffix_drafts": ([_POINTER] * 6 + [_INT] * 5, None),                # scheduler/drafts/suffix.py
     "lay_out_guesses": ([_POINTER] * 6 + [_INT] * 6, _INT),              # runner/verify.py
-    "pack_drafts": ([_POINTER] * 9 + [_INT] * 13, _INT),
     "settle_drafts": ([_POINTER] * 13 + [_INT] * 4, _INT),               # runner/runner.py
     "drafted_tokens": ([_POINTER] * 7 + [_INT] * 3, _INT),
     "draft_outcome": ([_POINTER] * 15 + [_INT] * 6 + [_DOUBLE], None),   # scheduler/drafts/acceptance.py
@@ -61,7 +60,6 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "send_drafts": ([_POINTER] * 9 + [_INT] * 4, _INT),
     "arrange_offers": ([_POINTER] * 13 + [_INT] * 8, _INT),              # scheduler/drafts/weighing.py
     "choose_drafts": ([_POINTER] * 8 + [_INT] * 6 + [_DOUBLE] * 4, _INT),
-    "weigh_drafts": ([_POINTER] * 18 + [_INT] * 12 + [_DOUBLE] * 7, _INT),
     "spread_rows": ([_POINTER] * 9 + [_INT] * 10, _INT),                 # runner/row_tables.py
     "decode_again": ([_POINTER] * 4 + [_INT] * 4, _INT),                 # scheduler/decodes.py
     "lay_drafts": ([_POINTER] * 5 + [_INT] * 4, _INT),
@@ -71,9 +69,8 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
 }
 # They take microseconds, whatever the prompts, and keep Python's lock: another thread would not give it back as soon.
 _SHORT = {
-    "lay_out_guesses", "pack_drafts", "settle_drafts", "drafted_tokens", "draft_outcome", "draft_chances", "send_drafts",
-    "arrange_offers", "choose_drafts", "weigh_drafts", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes",
-    "share_out",
+    "lay_out_guesses", "settle_drafts", "drafted_tokens", "draft_outcome", "draft_chances", "send_drafts", "arrange_offers",
+    "choose_drafts", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes", "share_out",
 }
 SPLIT = 64                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c

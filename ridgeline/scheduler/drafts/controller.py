@@ -31,7 +31,7 @@ from ridgeline.scheduler.drafts.offer import Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.watch import Watch
-from ridgeline.scheduler.drafts.weighing import Choice, Offers, Weighing, best_of_each_row, by_chance, cut, joined
+from ridgeline.scheduler.drafts.weighing import Offers, Weighing, best_of_each_row, by_chance, cut, joined
 from ridgeline.scheduler.drafts.worth import Worth
 from ridgeline.scheduler.sequence import Sequence
 
@@ -213,9 +213,8 @@ class Controller:
                 found.append((paths, self._sources.number(number, paths.evidence, pending > 0)))
         if not found:
             return None
-        at_once = places is None and len(found) == 1 and self._adaptive and self._weighing.native is not None
         paths, source = found[0] if len(found) == 1 else joined(found)
-        return self._weighing.weigh(rows, allowed, paths, source, self._step, self._choice(rows) if at_once else None)
+        return self._weighing.weigh(rows, allowed, paths, source, self._step)
 
     def _widths(self, rows: DecodingRows, offers: Offers, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""
@@ -227,9 +226,7 @@ class Controller:
             return offers.whole(count, rows.room)
         made_for = self._made_for(rows, offers)
         if made_for is None and self._weighing.native is not None:
-            width = offers.best
-            if width is None:
-                width = self._weighing.best_widths(offers, self._choice(rows), count)
+            width = self._best_widths(offers, rows)
             if not probing or np.count_nonzero(width):
                 self._search.probing = False
                 return width
@@ -243,13 +240,15 @@ class Controller:
             self.counters.probes += 1
         return np.bincount(offers.places[chosen // offers.chances.shape[1]], minlength=count)
 
-    def _choice(self, rows: DecodingRows) -> Choice:
-        """What _best() goes by, for native code; the draft model makes no drafts."""
-        times = self.times
-        bounds = times.bounds(len(rows.sequences), min(self._most, int(rows.most.max())) + 1)
+    def _best_widths(self, offers: Offers, rows: DecodingRows) -> np.ndarray:
+        """_best() in one native call, where the draft model makes no drafts."""
+        count, times = len(rows.sequences), self.times
+        bounds = times.bounds(count, min(self._most, int(rows.most.max())) + 1)
         curiosity = _CURIOSITY if self._step % _CURIOUS_EVERY == 0 else 1.0
-        return Choice(
-            times.tables(bounds, rows.keys), rows.room, self._honesty.share, _LEAST_CHANCE, self._least_rate(rows), curiosity
+        promised = self._least_rate(rows)
+        tables = times.tables(bounds, rows.keys)
+        return self._weighing.best_widths(
+            offers, tables, count, rows.room, self._honesty.share, _LEAST_CHANCE, promised, curiosity
         )
 
     def _least_rate(self, rows: DecodingRows) -> float:
@@ -344,7 +343,8 @@ class Controller:
         since, count = self._step - self._search.last_off, len(rows.sequences)
         if not self._adaptive or since < _OFF_SOON:
             return False
-        gained = self._honesty.share * offers.gained(width)
+        own = width[offers.places]
+        gained = self._honesty.share * float((offers.chances * (np.arange(offers.chances.shape[1]) < own[:, None])).sum())
         table = self.times.table(self.times.bound(count, 1 + int(width.max())), rows.keys)
         place = min(int(table.sizes.searchsorted(count + int(width.sum()))), len(table.sizes) - 1)
         gain = (1 + gained / count) * self.pace.ahead.seconds(count, rows.keys) / float(table.seconds[place])

@@ -23,18 +23,6 @@ _FIRST = 2                           # drafts of a row before any came back, unl
 
 
 @dataclass(slots=True)
-class Choice:
-    """By what drafts are chosen; see Controller._best."""
-
-    tables: Tables
-    room: int
-    honesty: float
-    least: float                     # chance
-    promised: float                  # tokens a second
-    curiosity: float
-
-
-@dataclass(slots=True)
 class Offers:
     """Proposers' offers; several of a row, where there are several proposers."""
 
@@ -46,15 +34,6 @@ class Offers:
     tried: np.ndarray                # … and what it says
     accepted: np.ndarray
     chances: np.ndarray              # float [offers, positions]: of each draft to be accepted
-    best: np.ndarray | None = None   # int64 [rows]: drafts of each, where they were chosen at once …
-    brings: float = 0.0              # … and what is expected of these
-
-    def gained(self, width: np.ndarray) -> float:
-        """How many of these drafts are expected to be accepted."""
-        if width is self.best:
-            return self.brings
-        own = width[self.places]
-        return float((self.chances * (np.arange(self.chances.shape[1]) < own[:, None])).cumsum()[-1])
 
     @property
     def places(self) -> np.ndarray:
@@ -96,52 +75,32 @@ class Weighing:
         self._rates_at = self._rates.ctypes.data
         self._room, self._scratch = NativeRoom(1024), NativeRoom(1024)
 
-    def weigh(
-        self, rows: DecodingRows, allowed: np.ndarray, paths: Paths, source: np.ndarray, step: int, choice: Choice | None = None
-    ) -> Offers:
-        """`allowed`: drafts of each row; `choice`: the best of them are chosen at once, where there is native code."""
-        found = sorted({*source.tolist()})
+    def weigh(self, rows: DecodingRows, allowed: np.ndarray, paths: Paths, source: np.ndarray, step: int) -> Offers:
+        """`allowed`: drafts of each row."""
+        found = sorted(set(source.tolist()))
         if self.native is None:
             return self._arranged(rows, allowed, paths, source, step, found)
         for number in found:
             self._rates[number] = self._acceptance.rates(self._sources.listed[number])
-        records, count, running = self._records, len(source), len(rows.sequences)
+        records, count = self._records, len(source)
         slots = records.slots(rows.sequences)
         if self._room.size < (4 + 2 * MOST_DRAFTS) * count:
             self._room = NativeRoom((4 + 2 * MOST_DRAFTS) * count)
-        if self._scratch.size < 3 * count * MOST_DRAFTS + running + 1:
-            self._scratch = NativeRoom(3 * count * MOST_DRAFTS + running + 1)
-        at, best, brings = self._room.address, None, 0.0
-        places = _int64(paths.places)
-        offered = (
-            places, _int64(paths.ends), _int64(source), rows.pending.tobytes(), _int64(allowed), slots.tobytes(),
-            *records.counted_at, self._rates_at,
+        at = self._room.address
+        positions = self.native.arrange_offers(
+            _int64(paths.places), _int64(paths.ends), _int64(source), rows.pending.tobytes(), _int64(allowed), slots.tobytes(),
+            *records.counted_at, self._rates_at, at, count, records.kinds, MOST_DRAFTS, step, records.num_fades, EVIDENCE,
+            self._sources.first_on_device, _FIRST if self._adaptive else 0,
         )
-        known = (
-            count, records.kinds, MOST_DRAFTS, step, records.num_fades, EVIDENCE, self._sources.first_on_device,
-            _FIRST if self._adaptive else 0,
-        )
-        if choice is None:
-            positions = self.native.arrange_offers(*offered, at, *known)
-            self.native.draft_chances(
-                at + 32 * count, at + 16 * count, at + 24 * count, at, at + 8 * (4 + positions) * count, count, positions, 2,
-                *records.weights,
-            )
-        else:
-            tables = choice.tables
-            positions = self.native.weigh_drafts(
-                *offered, tables.bounds, tables.sizes, tables.seconds, tables.sure, at, self._scratch.address, *known, running,
-                choice.room, tables.num_bounds, tables.num_sizes, *records.weights, choice.honesty, choice.least,
-                choice.promised, choice.curiosity,
-            )
-            chosen = self._scratch.copy(running + 1)
-            best, brings = chosen[:-1], float(chosen[-1:].view(np.float64)[0])
-        numbers = self._room.copy((4 + 2 * positions) * count)
+        numbers = self._room.numbers
         begin = (4 + positions) * count
-        length, own = numbers[: 2 * count].reshape(2, count)
-        tried, accepted = numbers[2 * count : 4 * count].view(np.float64).reshape(2, count)
-        chances = numbers[begin : begin + count * positions].view(np.float64).reshape(count, positions)
-        return Offers(paths, length, source, self._sources.first_on_device, own, tried, accepted, chances, best, brings)
+        self.native.draft_chances(
+            at + 32 * count, at + 16 * count, at + 24 * count, at, at + 8 * begin, count, positions, 2, *records.weights
+        )
+        length, own = self._room.copy(2 * count).reshape(2, count)
+        tried, accepted = self._room.copy(2 * count, 2 * count).view(np.float64).reshape(2, count)
+        chances = numbers[begin : begin + count * positions].copy().view(np.float64).reshape(count, positions)
+        return Offers(paths, length, source, self._sources.first_on_device, own, tried, accepted, chances)
 
     def _arranged(
         self, rows: DecodingRows, allowed: np.ndarray, paths: Paths, source: np.ndarray, step: int, found: list[int]
@@ -158,16 +117,18 @@ class Weighing:
         chances = survival(rates[np.searchsorted(found, source)], tried, accepted, length)
         return Offers(paths, length, source, self._sources.first_on_device, slots, tried, accepted, chances)
 
-    def best_widths(self, offers: Offers, choice: Choice, rows: int) -> np.ndarray:
+    def best_widths(
+        self, offers: Offers, tables: Tables, rows: int, room: int, honesty: float, least: float, promised: float,
+        curiosity: float,
+    ) -> np.ndarray:
         """int64 [rows]: drafts that each verifies; native. See Controller._best."""
         count, positions = offers.chances.shape
         if self._scratch.size < (needed := 3 * count * positions + rows):
             self._scratch = NativeRoom(needed)
-        at, tables = self._scratch.address, choice.tables
+        at = self._scratch.address
         self.native.choose_drafts(
             offers.chances.tobytes(), _int64(offers.places), tables.bounds, tables.sizes, tables.seconds, tables.sure, at,
-            at + 8 * rows, count, positions, rows, choice.room, tables.num_bounds, tables.num_sizes, choice.honesty, choice.least,
-            choice.promised, choice.curiosity,
+            at + 8 * rows, count, positions, rows, room, tables.num_bounds, tables.num_sizes, honesty, least, promised, curiosity,
         )
         return self._scratch.copy(rows)
 

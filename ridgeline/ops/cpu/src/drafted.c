@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* The guesses of a plan, row after row, and the positions that its rows sample at: Guesses.of and Positions.of. Row r has width[r]
-   guesses, from drafts[r][lengths[r] + 1 - from[r]] on; -1 behind its `reach` numbers. `samples`: rows that sample; null: all. All is written to
+   guesses, from drafts[r][lengths[r] + 1 - from[r]] on; -1 behind its `reach` numbers. `samples`: rows that sample. All is written to
    `out`: number, offset, at, tokens and entries of each guess; width and first of each row that samples; its row of the table, most + 1
    numbers; and the paths. Returns how long a path is; -1 - r: row r has not reached its drafts; 0: the paths need more than `room`. */
 int64_t ridgeline_lay_out_guesses(const int32_t *width, const int32_t *from, const int32_t *drafts, const int64_t *lengths,
@@ -40,7 +40,7 @@ int64_t ridgeline_lay_out_guesses(const int32_t *width, const int32_t *from, con
             }
             d++;
         }
-        if (!samples || samples[r]) {
+        if (samples[r]) {
             own[s] = width[r];
             first[s] = positions;
             for (int64_t i = 0; i <= most; i++)
@@ -99,94 +99,6 @@ int64_t ridgeline_spread_rows(const int64_t *rows, const int64_t *counts, const 
         ids[where[i]] = guessed[i] < 0 ? 0 : guessed[i];
     }
     return given;
-}
-
-/* The next line, of `numbers` int64: it begins at a multiple of 16 bytes, as Staging.put has it. */
-static int64_t *line(int64_t **at, int64_t numbers) {
-    int64_t *found = *at;
-    *at += numbers + (numbers & 1);
-    return found;
-}
-
-/* A step in which all rows decode, sample, and may have drafts, in one call: ridgeline_lay_out_guesses and ridgeline_spread_rows for
-   it, and all that the device gets, as lines. `all_rows`: with padding. `out`: the ends of all rows, and then as there. `lines`: as
-   DeviceRows._put_drafts reads them. Returns how long a path is; -1 - r: row r has not reached its drafts; 0: the step is to be packed
-   as any other: the paths need more than `room`, a row begins with tokens that the host knows, or a table is too short. */
-int64_t ridgeline_pack_drafts(const int32_t *plan_rows, const int32_t *width, const int32_t *from, const int32_t *drafts,
-                              const int64_t *length, const int64_t *num_given, const int32_t *blocks, int64_t *out, int64_t *lines,
-                              int64_t rows, int64_t reach, int64_t guesses, int64_t most, int64_t room, int64_t all_rows,
-                              int64_t num_tokens, int64_t padding, int64_t groups, int64_t table_rows, int64_t table_width,
-                              int64_t block_size, int64_t most_tokens) {
-    int64_t *ends = out, *laid = out + all_rows;
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t row = plan_rows[r];
-        if (length[row] < num_given[row] || length[row] + 1 + width[r] > most_tokens)
-            return 0;
-        ends[r] = length[row];
-    }
-    int64_t longest = ridgeline_lay_out_guesses(width, from, drafts, ends, 0, laid, rows, reach, guesses, rows, most, room);
-    if (longest <= 0)
-        return longest;
-    const int64_t *at = laid + 2 * guesses, *tokens = laid + 3 * guesses, *path = laid + 5 * guesses + rows * (most + 3);
-    int64_t paths = 0, half = (all_rows + 1) / 2, total = rows + guesses;
-    for (int64_t r = 0; r < rows; r++)
-        paths += width[r] > 0;
-    int64_t *positions = line(&lines, num_tokens);
-    int32_t *kv_len = (int32_t *)line(&lines, half);
-    int64_t *slots = lines;
-    for (int64_t g = 0; g < groups; g++)
-        line(&lines, num_tokens);
-    int64_t *ids = line(&lines, num_tokens);
-    int32_t *borders = (int32_t *)line(&lines, all_rows / 2 + 1);
-    int64_t *logits = line(&lines, num_tokens), *owner = line(&lines, num_tokens);
-    int32_t *owners = (int32_t *)line(&lines, half);
-    int64_t *newest = line(&lines, num_tokens), *picks = line(&lines, total), *where = line(&lines, guesses);
-    int64_t *sent_path = line(&lines, paths * longest), *sent_at = line(&lines, guesses);
-    int64_t token = 0, g = 0, stride = num_tokens + (num_tokens & 1);
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t row = plan_rows[r], start = ends[r];
-        borders[r] = (int32_t)token;
-        ends[r] = start + 1 + width[r];
-        kv_len[r] = (int32_t)ends[r];
-        owners[r] = (int32_t)row;
-        for (int64_t i = 0; i <= width[r]; i++, token++) {
-            int64_t position = start + i, block = position / block_size;
-            positions[token] = position;
-            owner[token] = row;
-            ids[token] = 0;
-            newest[token] = i ? -1 : row;
-            if (i) {
-                ids[token] = tokens[g] < 0 ? 0 : tokens[g];
-                where[g++] = token;
-            }
-            for (int64_t group = 0; group < groups; group++)
-                slots[group * stride + token] =
-                    blocks[(group * table_rows + row) * table_width + block] * block_size + position % block_size;
-        }
-    }
-    for (int64_t r = rows; r < all_rows; r++) {
-        borders[r] = (int32_t)token;
-        kv_len[r] = 0;
-        owners[r] = (int32_t)padding;
-        ends[r] = length[padding];
-    }
-    borders[all_rows] = (int32_t)token;
-    for (; token < num_tokens; token++) {
-        positions[token] = ids[token] = 0;
-        owner[token] = padding;
-        newest[token] = -1;
-        for (int64_t group = 0; group < groups; group++)
-            slots[group * stride + token] = 0;
-    }
-    for (int64_t i = 0; i < num_tokens; i++)
-        logits[i] = i;
-    for (int64_t i = 0; i < total; i++)
-        picks[i] = i;
-    for (int64_t i = 0; i < paths * longest; i++)
-        sent_path[i] = path[i];
-    for (int64_t i = 0; i < guesses; i++)
-        sent_at[i] = at[i];
-    return longest;
 }
 
 /* Drafts were rejected: Runner._settle. By row that sampled: its place in the plan, its row, and its drafts and those accepted. Rows
@@ -414,32 +326,6 @@ int64_t ridgeline_choose_drafts(const double *chances, const int64_t *places, co
     for (int64_t i = 0; i < number; i++)
         out[places[best[i] / positions]]++;
     return number;
-}
-
-/* Offers are weighed and the best drafts chosen, in one call: ridgeline_arrange_offers, ridgeline_draft_chances and
-   ridgeline_choose_drafts. `out`: as the first of these writes it, and then the chances; `chosen`: as the last one, and then, as a
-   double, what these drafts are expected to bring. Returns how many drafts the longest offer has. */
-int64_t ridgeline_weigh_drafts(const int64_t *places, const int64_t *ends, const int64_t *source, const int64_t *pending,
-                               const int64_t *allowed, const int64_t *slots, const double *tried, const double *accepted,
-                               const int64_t *counted, int64_t *waiting, const double *fades, const double *rates,
-                               const int64_t *bounds, const int64_t *sizes, const double *seconds, const uint8_t *sure, int64_t *out,
-                               int64_t *chosen, int64_t offers, int64_t kinds, int64_t most, int64_t step, int64_t num_fades,
-                               int64_t grades, int64_t on_device, int64_t first, int64_t rows, int64_t room, int64_t num_bounds,
-                               int64_t num_sizes, double row_weight, double by_chance, double least_spread, double honesty,
-                               double least, double promised, double curiosity) {
-    int64_t positions = ridgeline_arrange_offers(places, ends, source, pending, allowed, slots, tried, accepted, counted, waiting, fades,
-                                                 rates, out, offers, kinds, most, step, num_fades, grades, on_device, first);
-    const double *known = (const double *)(out + 2 * offers), *own_rates = known + 2 * offers;
-    double *chances = (double *)(out + (4 + positions) * offers), gained = 0;
-    ridgeline_draft_chances(own_rates, known, known + offers, out, chances, offers, positions, offers, row_weight, by_chance,
-                            least_spread);
-    ridgeline_choose_drafts(chances, places, bounds, sizes, seconds, sure, chosen, chosen + rows + 1, offers, positions, rows, room,
-                            num_bounds, num_sizes, honesty, least, promised, curiosity);
-    for (int64_t r = 0; r < offers; r++)
-        for (int64_t i = 0; i < chosen[places[r]] && i < positions; i++)
-            gained += chances[r * positions + i];
-    *(double *)(chosen + rows) = gained;
-    return positions;
 }
 
 /* These drafts are planned: RowRecords.send, for offers of which width[place] drafts are verified, if any. `promise`: what they are
