@@ -166,7 +166,7 @@ class Generation(Endpoint):
             try:
                 if job.request.stream:
                     dialect = self._dialect
-                    direct, behind = scope.get(DIRECT), stream.num_bytes
+                    direct, behind = scope.get(DIRECT), partial(bytes_behind, stream, job.writer)
                     events = EventStream(send, job.headers, dialect.framed, direct, dialect.stream_kind, behind)
                     await self._send_events(stream, job, events)
                     return
@@ -255,6 +255,12 @@ class Generation(Endpoint):
         if new and all(output.finished for output in stream.outputs):
             new[-1] = prometheus.with_timings(new[-1], self._service.llm, stream.outputs)
         return new
+
+
+def bytes_behind(stream: AnswerStream, writer: Writer) -> int:
+    """About how much memory a stream takes whose client does not read: what no events are made of yet, and what its last events
+    have again."""
+    return stream.num_bytes() + writer.last_bytes(stream.outputs)
 
 
 def without_logprobs(written: Callable[[Batch], list[bytes]], stream: AnswerStream, batch: Batch) -> list[bytes]:

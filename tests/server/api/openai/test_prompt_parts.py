@@ -240,6 +240,28 @@ def test_a_streamed_response_keeps_its_log_probabilities_as_text(
     assert all(entry["top_logprobs"] and entry["token"] for part in parts for entry in part["logprobs"])
 
 
+def test_what_a_streamed_response_keeps_for_its_end_counts_as_held(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.8 KB for each token with twenty alternatives, in the events that were sent and will be sent again."""
+    held: list[int] = []
+    end = EventStream.end
+
+    async def noted(self: EventStream) -> None:
+        assert self._behind is not None
+        held.append(self._behind())
+        await end(self)
+
+    monkeypatch.setattr(EventStream, "end", noted)
+    asked = {"input": "a", "max_output_tokens": 3, "stream": True}
+    with ScriptedServer(write_model(tmp_path_factory.mktemp("model") / "tiny"), lambda prompt: "yes") as server:
+        for more in ({}, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}):
+            httpx.post(f"{server.url}/v1/responses", json=asked | more, timeout=60)
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}, timeout=60)
+    plain, told, other = held
+    assert told > plain > other == 0
+
+
 def test_log_probabilities_that_wait_for_a_slow_client_are_written_away_from_the_event_loop(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
