@@ -11,7 +11,7 @@ from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 # The largest that any field of this kind may be, far above every model: lists and tables of these lengths are made, and a
 # file that lies must not fill the memory.
-MAX_LAYERS = 4_096
+MAX_LAYERS = 1_024
 MAX_HEADS = 65_536
 MAX_HEAD_DIM = 16_384
 MAX_HIDDEN = 1 << 20

@@ -157,10 +157,11 @@ def _declared_yarn_scale(scaling: Mapping[str, Any], number: Callable[..., float
 
 def _longrope_divisors(scaling: Mapping[str, Any], field: str, count: int, where: str) -> tuple[float, ...]:
     values = scaling.get(field)
-    fits = isinstance(values, list) and len(values) == count
-    if not fits or not all(isinstance(each, (int, float)) and MIN_NUMBER <= each <= MAX_NUMBER for each in values):
+    listed = values if isinstance(values, list) else []
+    numbers = [each for each in listed if isinstance(each, (int, float)) and MIN_NUMBER <= each <= MAX_NUMBER]
+    if len(numbers) != count or len(listed) != count:
         raise ModelError(f"{where}: longrope needs {count} positive numbers as {field}, got {_brief(values)}")
-    return tuple(map(float, values))
+    return tuple(map(float, numbers))
 
 
 def llama3_divisors(

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.end_tokens import gguf_end_tokens, gguf_ends_of_turn
 from ridgeline.text.gguf_patterns import PRE_TOKENIZERS
 from ridgeline.text.tokenizer_limits import require_few_added
@@ -48,7 +48,7 @@ class _VocabularyBuilder:
         self.model = self._text("tokenizer.ggml.model", "")
         if self.model not in ("gpt2", "llama"):
             raise self._error(
-                f"tokenizer.ggml.model is {self.model!r}; "
+                f"tokenizer.ggml.model is {shown(self.model)}; "
                 "supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
             )
         listed = self._array("tokenizer.ggml.tokens", str)
@@ -58,7 +58,7 @@ class _VocabularyBuilder:
         self.ids = {token: place for place, token in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
             twice = next(token for place, token in enumerate(self.tokens) if self.ids[token] != place)
-            raise self._error(f"tokenizer.ggml.tokens holds {twice!r} twice")
+            raise self._error(f"tokenizer.ggml.tokens holds {shown(twice)} twice")
         self.types: list[int] = self._per_token("tokenizer.ggml.token_type", int, default=int(_TokenType.NORMAL))
         for place in gguf_ends_of_turn(metadata):
             self.types[place] = _TokenType.CONTROL       # converters often forget to say so
@@ -94,7 +94,7 @@ class _VocabularyBuilder:
 
     def _id(self, name: str) -> int | None:
         value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
+        return value if type(value) is int and 0 <= value < len(self.tokens) else None
 
     # --- building ---
 
@@ -103,7 +103,7 @@ class _VocabularyBuilder:
         self._add_parsed_tokens(core)
         bos, eos = self._id("bos"), self._id("eos")
         if self.model == "llama":        # older files leave out what every SentencePiece model of their time had
-            bos, eos = (1 if bos is None else bos), (2 if eos is None else eos)
+            bos, eos = (usual if given is None and usual < len(self.tokens) else given for given, usual in ((bos, 1), (eos, 2)))
         named = {"bos_token": bos, "eos_token": eos, "unk_token": self._id("unknown"), "pad_token": self._id("padding")}
         return Vocabulary(
             core=core,
@@ -121,7 +121,7 @@ class _VocabularyBuilder:
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, list[bytes], bool]:
         name = self._text("tokenizer.ggml.pre", "default")
         if name not in PRE_TOKENIZERS:
-            raise self._error(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
+            raise self._error(f"tokenizer.ggml.pre is {shown(name)}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
         pre = PRE_TOKENIZERS[name]
         merges = [merge.partition(" ")[::2] for merge in self._array("tokenizer.ggml.merges", str)]
         if not merges:
@@ -154,7 +154,7 @@ class _VocabularyBuilder:
         if kind == _TokenType.BYTE:
             byte = byte_of(token)
             if byte is None:
-                raise self._error(f"the byte token {token!r} is not written like <0x0A>")
+                raise self._error(f"the byte token {shown(token)} is not written like <0x0A>")
             return byte
         return sentencepiece_piece(token) if kind == _TokenType.NORMAL else token.encode()
 

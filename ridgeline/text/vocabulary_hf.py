@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.end_tokens import hf_end_tokens, language_model, read_settings, require_regular
 from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
 from ridgeline.text.tokenizer_limits import read_tokenizer, require_few_added, require_ids
@@ -117,7 +117,7 @@ def _add_missing_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any],
     for content, token in missing.items():
         if core.token_to_id(content) != token:
             raise ModelError(
-                f"{file}: gives the token {content!r} the id {token}, "
+                f"{file}: gives the token {shown(content)} the id {token}, "
                 f"but tokenizer.json leaves {core.token_to_id(content)} for it"
             )
 

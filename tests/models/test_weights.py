@@ -400,6 +400,33 @@ def test_two_names_for_one_parameter(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("count", ["99999999999", "9" * 17])
+def test_the_count_in_a_files_name_is_not_counted_up_to(llama: Path, count: str) -> None:
+    (llama / WEIGHTS).rename(llama / f"model-00001-of-{count}.safetensors")
+    with pytest.raises(ModelError, match=f"lacks {int(count) - 1} of {count} weight files: the first is number 2$"):
+        load(llama)
+
+
+@pytest.mark.parametrize("name", ["a" * 5_000, "a\0b", "a\nb", "\ud800", 7, None, []])
+def test_an_index_names_files_that_a_system_can_have(llama: Path, name: object) -> None:
+    (llama / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ModelError, match=r"weight_map must map tensor names to files$"):
+        load(llama)
+
+
+@pytest.mark.parametrize("dtype", [[], {}, ["F32"], None, 7, True, "F" * 5_000])
+def test_a_dtype_that_is_none_is_told_in_one_line(llama: Path, dtype: object) -> None:
+    data = (llama / WEIGHTS).read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["model.norm.weight"]["dtype"] = dtype
+    made = json.dumps(header).encode()
+    (llama / WEIGHTS).write_bytes(len(made).to_bytes(8, "little") + made + data[8 + size :])
+    with pytest.raises(ModelError, match=r"^model\.safetensors is damaged") as raised:
+        load(llama)
+    assert len(str(raised.value)) < 500
+
+
 def test_an_index_cannot_leave_its_directory(llama: Path) -> None:
     (llama / INDEX).write_text(json.dumps({"weight_map": {"a": "../../outside.safetensors"}}))
     with pytest.raises(ModelError, match=r"lacks outside\.safetensors"):

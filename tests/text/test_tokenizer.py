@@ -18,6 +18,7 @@ from gguf_writer import Typed, write_gguf
 from tokenizers import decoders, processors
 
 from ridgeline.errors import BadRequest, ModelError
+from ridgeline.models.end_tokens import directory_eos_token
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.process import embedded
 from ridgeline.text import vocabulary_gguf
@@ -410,6 +411,37 @@ def test_broken_vocabularies_are_named_in_one_line(changes: dict[str, Any], said
     with pytest.raises(ModelError, match=f"^file.gguf: {said}") as refusal:
         vocabulary_gguf.gguf_vocabulary(metadata, "file.gguf")
     assert "\n" not in str(refusal.value)
+
+
+HOSTILE: tuple[Any, ...] = (
+    0, -1, 2**40, True, False, 0.5, float("nan"), "", "x", "a" * 5_000, "a\nb", ["x"], [0, 0], [], [-1] * 100, ["a"] * 3,
+    [10**9] * 3, [2.5] * 3,
+)
+
+
+@pytest.mark.reliability("S-10d")
+def test_no_value_in_a_vocabulary_ends_in_another_error() -> None:
+    """A vocabulary of one token without a named beginning was an IndexError, and `true` for one the token 1."""
+    others = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.chat_template", "tokenizer.chat_template.x",
+              "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix", "general.name")
+    ids = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding"))
+    for base in (TINY, TINY | SPM):
+        for name in (*base, *others, *ids):
+            for number, value in enumerate(HOSTILE):
+                try:
+                    made = vocabulary_gguf.gguf_vocabulary(base | {name: value}, "file.gguf")
+                    assert type(made.bos_token_id) in (int, type(None)), (name, number)
+                except ModelError as error:
+                    said = str(error)
+                    assert said.isprintable() and len(said) < 700 and said.startswith("file.gguf: "), (name, number)
+                except Exception as error:
+                    pytest.fail(f"{base is TINY} {name} {number}: {type(error).__name__}: {error}")
+
+
+def test_an_id_of_a_thousand_digits_is_no_token(tmp_path: Path) -> None:
+    settings = {"eos_token": "</s>", "added_tokens_decoder": {"9" * 5_000: {"content": "</s>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert directory_eos_token(tmp_path) is None
 
 
 def test_odd_but_legal_vocabularies(tmp_path: Path) -> None:
