@@ -71,8 +71,7 @@ def suggestion(path: str, known: Collection[str]) -> str:
     if words := elsewhere(path):
         return words
     near = next((each for each in _spellings(path) if each in known), None)
-    words = next((words for parent, words in BELOW.items() if f"{path}/".startswith(f"{parent}/")), None)
-    if near is None and words is not None:
+    if near is None and (words := next((each for parent, each in BELOW.items() if f"{path}/".startswith(f"{parent}/")), "")):
         return words
     if near is None:
         near = next(iter(difflib.get_close_matches(path[:200], [each for each in known if "{" not in each], 1, CLOSE)), None)
