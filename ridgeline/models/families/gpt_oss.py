@@ -22,7 +22,10 @@ GPT_OSS = Family(
     window="pattern",
     full_every=2,
     experts=ExpertRule(normalise=True, router_bias=True, bias=True, clamped=True),
-    defaults={"attention_bias": True, "sliding_window": 128, "head_dim": 64, "rope_theta": 150_000.0},
+    defaults={
+        "attention_bias": True, "sliding_window": 128, "head_dim": 64, "rope_theta": 150_000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+    },
     names=LLAMA_NAMES | {
         "model.layers.{}.self_attn.sinks": "layers.{}.attention.sinks.weight",
         "model.layers.{}.mlp.router": "layers.{}.mlp.router",

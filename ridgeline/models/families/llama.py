@@ -125,7 +125,11 @@ APERTUS = Family(
     activation="xielu",
     qk_norm=True,
     gated=False,
-    defaults={"rope_theta": 12_000_000.0, "rms_norm_eps": 1e-5},
+    defaults={
+        "rope_theta": 12_000_000.0, "rms_norm_eps": 1e-5,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192},
+    },
     names={name: target for name, target in PLAIN_MLP_NAMES.items() if "layernorm" not in name} | QK_NORM_NAMES | {
         "model.layers.{}.attention_layernorm": "layers.{}.attention_norm",
         "model.layers.{}.feedforward_layernorm": "layers.{}.mlp_norm",

@@ -1,7 +1,9 @@
 """Mistral: Llama with a sliding window on every layer; Ministral: on some. Ministral 3: queries that grow with their position.
 Mixtral: a mixture of experts. Mistral 4: DeepSeek's latents and experts, and queries as in Ministral 3."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ridgeline.models.families.deepseek import DEEPSEEK_EXPERT_NAMES, LATENT_NAMES
 from ridgeline.models.family import (
@@ -23,6 +25,14 @@ SPARSE_MOE_NAMES = {
     "model.layers.{}.block_sparse_moe.experts.{}.down_proj": "layers.{}.mlp.experts.{}.down",
 }
 
+
+def _stretched(factor: float, original: int) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """A config with the family's usual rope, where it has none."""
+    rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    return lambda raw: raw if raw.get("rope_parameters") or raw.get("rope_scaling") else {**raw, "rope_parameters": rope}
+
+
 MISTRAL = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
@@ -38,6 +48,7 @@ MINISTRAL3 = Family(
     gguf="mistral3",
     gguf_permuted=True,
     temperature="all",
+    reworded=_stretched(16.0, 16_384),
     window="all",
     defaults={"head_dim": 128, "rope_theta": 1_000_000.0},
 )
@@ -60,6 +71,7 @@ MISTRAL4 = Family(
     latent=True,
     interleaved=True,
     temperature="all",
+    reworded=_stretched(128.0, 8192),
     experts=ExpertRule(groups=True, group_score="best two", scaled=True),
     defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": True},
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,

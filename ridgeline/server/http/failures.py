@@ -34,7 +34,7 @@ from ridgeline.errors import (
 from ridgeline.process.log import get_logger
 from ridgeline.process.memory_kills import is_out_of_threads
 from ridgeline.server.http.error_bodies import body_for, error_body
-from ridgeline.server.http.near_paths import ELSEWHERE, suggestion
+from ridgeline.server.http.near_paths import elsewhere, suggestion
 from ridgeline.server.http.stream import Headers
 from ridgeline.server.server_errors import (
     STOPPED,
@@ -124,7 +124,7 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path, allowed = request.method, request.scope["path"][:200], (error.headers or {}).get("Allow", "")
     message, code = f"{method} {path} does not exist here", "not_found"
-    if path in ELSEWHERE:                                # a route with an id may have taken its last part for one
+    if elsewhere(path):                                  # a route with an id may have taken its last part for one
         error = HTTPException(404)
     known = {each.path for each in request.app.routes if isinstance(each, Route)}
     if error.status_code == 404 and (words := suggestion(path, known)):

@@ -8,6 +8,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator
 
+OTHER_API = "this is {} API; the server answers clients of OpenAI (base URL with /v1), of Anthropic and of Ollama"
+GEMINI = OTHER_API.format("Gemini's")
+GEMINI_VERBS = (":generateContent", ":streamGenerateContent", ":embedContent", ":batchEmbedContents", ":countTokens")
 # Paths that clients of other servers know, and that no spelling leads to.
 ELSEWHERE = {
     "/embedding": "did you mean /v1/embeddings?",
@@ -22,7 +25,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("/v2/chat", "/v1/chat", "/v2/embed", "/v1/embed"),
-        "this is Cohere's API; the server answers clients of OpenAI (base URL with /v1), of Anthropic and of Ollama",
+        OTHER_API.format("Cohere's"),
     ),
     "/v1/completion": "did you mean /v1/completions?",  # not llama.cpp's /completion
     **dict.fromkeys(("/v1/fim/completions", "/fim/completions"), "/v1/completions with `suffix` fills in the middle"),
@@ -45,10 +48,7 @@ BELOW = {
         ("/v1/moderations", "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime"),
         "this server only generates text",
     ),
-    **dict.fromkeys(
-        ("/v1beta", "/v1alpha", "/v1beta1"),
-        "this is Gemini's API; the server answers clients of OpenAI (base URL with /v1), of Anthropic and of Ollama",
-    ),
+    **dict.fromkeys(("/v1beta", "/v1alpha", "/v1beta1"), GEMINI),
     **dict.fromkeys(
         ("/generate", "/generate_stream", "/v1/generate"),
         "this is the own API of TGI and SGLang; /v1/completions and /v1/chat/completions do the same",
@@ -61,13 +61,17 @@ BELOW = {
 CLOSE = 0.8                          # of difflib: the share of characters that two paths have in common
 
 
+def elsewhere(path: str) -> str:
+    """What to say about a path of another API, even if a route with an id takes its last part for one; empty: it is none."""
+    return GEMINI if path.endswith(GEMINI_VERBS) else ELSEWHERE.get(path.rstrip("/"), "")
+
+
 def suggestion(path: str, known: Collection[str]) -> str:
     """What to say about the unknown `path`; empty if nothing is near it."""
-    if (words := ELSEWHERE.get(path.rstrip("/"))) is not None:
+    if words := elsewhere(path):
         return words
     near = next((each for each in _spellings(path) if each in known), None)
-    words = next((words for parent, words in BELOW.items() if f"{path}/".startswith(f"{parent}/")), None)
-    if near is None and words is not None:
+    if near is None and (words := next((each for parent, each in BELOW.items() if f"{path}/".startswith(f"{parent}/")), "")):
         return words
     if near is None:
         near = next(iter(difflib.get_close_matches(path[:200], [each for each in known if "{" not in each], 1, CLOSE)), None)

@@ -90,6 +90,7 @@ def of_transformers(name: str, raw: dict[str, Any]) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None)
     if rope and not config.model_type.startswith("hunyuan"):         # whose theta grows with alpha
         facts["theta"] = rope.get("full_attention", rope)["rope_theta"]
+        facts["stretched"] = rope.get("full_attention", rope)["rope_type"] not in ("default", "dynamic")
     if hasattr(config, "norm_topk_prob"):
         facts["normalise"] = bool(config.norm_topk_prob)
     if hasattr(config, "routed_scaling_factor"):
@@ -105,6 +106,7 @@ def of_ours(config: ModelConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"epsilon": config.rms_norm_eps, "tied": config.tied, "activation": config.activation}
     if full or not config.family.local_rope:
         facts["theta"] = turned[-1].theta
+        facts["stretched"] = bool(turned[-1].divisors)
     if config.experts is not None:
         facts |= {"normalise": config.experts.routing.normalise, "scale": config.experts.routing.scale}
     return facts

@@ -97,6 +97,7 @@ def test_parts_of_openais_api_that_are_not_here_are_told_so(server: ScriptedServ
 
 @pytest.mark.parametrize(("path", "words"), [
     ("/v1beta/models/tiny:generateContent", "this is Gemini's API; the server answers clients of OpenAI"),
+    ("/v1/models/tiny:generateContent", "this is Gemini's API"),         # not a model's name
     ("/v2/chat", "this is Cohere's API"), ("/v1/embed", "this is Cohere's API"),
     ("/generate", "the own API of TGI and SGLang; /v1/completions"), ("/generate_stream", "the own API of TGI and SGLang"),
     ("/get_model_info", "/v1/models and /health"), ("/v1/fim/completions", "/v1/completions with `suffix`"),

@@ -189,7 +189,7 @@ def test_the_model_is_listed_shown_and_loaded(server: ScriptedServer) -> None:
     assert running["context_length"] == 512 and running["size_vram"] == 0
     shown = post(server, "/api/show", stream=None)
     assert shown["details"]["family"] == "llama" and shown["model_info"]["llama.context_length"] == 512
-    assert shown["capabilities"] == ["completion", "embedding", "tools", "thinking"] and "im_start" in shown["template"]
+    assert shown["capabilities"] == ["completion", "tools", "thinking"] and "im_start" in shown["template"]
     version = httpx.get(f"{server.url}/api/version").json()
     assert version["ridgeline"] == __version__ and version["version"].count(".") == 2
     assert "not served" in refused(server, "/api/show", 404, model="other")
