@@ -315,7 +315,7 @@ def answer_record(record_id: RecordId, output: RequestOutput) -> dict[str, Any]:
     if output.prompt is not None:
         record["prompt"] = output.prompt
     if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = output.prompt_logprobs
+        record["prompt_logprobs"] = [*output.prompt_logprobs]
     return record
 
 
@@ -327,5 +327,5 @@ def _answer(answer: CompletionOutput) -> dict[str, Any]:
         "stop_reason": answer.stop_reason,
     }
     if answer.logprobs is not None:
-        written |= {"logprobs": answer.logprobs, "cumulative_logprob": answer.cumulative_logprob}
+        written |= {"logprobs": [*answer.logprobs], "cumulative_logprob": answer.cumulative_logprob}
     return written

@@ -218,6 +218,8 @@ def test_gguf_says_what_config_json_says(tmp_path: Path) -> None:
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is missing"),
     ({"llama.attention.causal": False}, "llama.attention.causal False is not supported; supported: True"),
     ({"llama.attention.max_alibi_bias": 8.0}, "llama.attention.max_alibi_bias 8.0 is not supported; supported: 0.0"),
+    ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "llama.rope.scaling.yarn_ext_factor 0.5 is not supported; supported: 1.0"),
+    ({"llama.rope.scaling.yarn_attn_factor": 0.5}, "llama.rope.scaling.yarn_attn_factor 0.5 is not supported; supported: 1.0"),
 ])
 def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:

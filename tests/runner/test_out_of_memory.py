@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +269,7 @@ def test_a_real_engine_goes_on(method: str, model: Path, monkeypatch: pytest.Mon
         computed in other batches."""
         if some is None or others is None:
             return some is others
-        if isinstance(some, list):
+        if isinstance(some, Sequence):
             return len(some) == len(others) and all(map(same_logprobs, some, others))
         return some.keys() == others.keys() and all(
             (some[token].rank, some[token].decoded_token) == (others[token].rank, others[token].decoded_token)

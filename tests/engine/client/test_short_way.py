@@ -31,6 +31,9 @@ class Pieces:
     def token_pieces(self, skip_special_tokens: bool) -> list[bytes]:
         return [b"" if skip_special_tokens and piece == b"<s>" else piece for piece in PIECES]
 
+    def token_text(self, token_id: int) -> str:
+        return PIECES[token_id].decode(errors="replace")
+
 
 class Client:
     """One front end's open requests, what its readers got, and the aborts it sent."""
