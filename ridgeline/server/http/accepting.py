@@ -3,8 +3,8 @@
 The system hands connections out in the order in which they came, and a transport for one takes asyncio 0.2 ms. Behind a thousand
 connections of one client, a health check would wait for all of them. So a connection begins when its first bytes are here: a
 silent one costs a file descriptor, and is the first to be closed when there is no room. A health check begins at once, before all
-that wait; a flood of them leaves one place of each turn to the other connections. Knows sockets and the first bytes on them, no
-HTTP.
+that wait; a flood of them leaves one place of each turn to the other connections. What begins like a health check and does not
+end waits with the others. Knows sockets and the first bytes on them, no HTTP.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PROBES_AHEAD = 2                     # health checks that begin at once, per loo
 RETRY_SECONDS = 1.0                  # when the system has no file descriptor left
 SILENT_SECONDS = 10.0                # after which a connection without a byte is closed; the same for a handshake
 PROBES = (b"GET /health", b"HEAD /health", b"GET /ping")
+PROBE_BYTES, PROBE_END = 1024, b"\r\n\r\n"     # all of it is here: to wait for the rest of thousands would delay real ones
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -168,12 +169,12 @@ class Acceptor:
     def _sort(self, connection: socket.socket) -> None:
         """Into the line where it belongs, by its first bytes."""
         try:
-            first = connection.recv(16, socket.MSG_PEEK)
+            first = connection.recv(PROBE_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
             first = None
         except OSError:
             first = b""
-        is_probe = first is not None and self._tls is None and first.startswith(PROBES)
+        is_probe = first is not None and self._tls is None and first.startswith(PROBES) and PROBE_END in first
         least = 0 if first and not is_probe else -self._probes_beyond
         if first:
             self._make_room_for_one(least, is_probe)

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from ridgeline.server.http import accepting
-from ridgeline.server.http.accepting import BEGUN_AT_ONCE, Acceptor
+from ridgeline.server.http.accepting import BEGUN_AT_ONCE, PROBE_BYTES, Acceptor
 from ridgeline.server.lifecycle import ListeningServer, http_config
 from ridgeline.server.options import ServerOptions
+
+CHECK = b"GET /health HTTP/1.1\r\n\r\n"
 
 
 class Seen(asyncio.Protocol):
@@ -61,15 +63,26 @@ def accepted(listener: socket.socket, until: Callable[[list[bytes], Acceptor], b
 
 
 def test_a_health_check_does_not_wait_for_those_before_it(listener: socket.socket) -> None:
-    others, probe = connect(listener, 5 * BEGUN_AT_ONCE, b"GET /x HTTP/1.1"), connect(listener, 1, b"GET /health HTTP/1.1")
+    others, probe = connect(listener, 5 * BEGUN_AT_ONCE, b"GET /x HTTP/1.1"), connect(listener, 1, CHECK)
     begun = accepted(listener, lambda begun, _: len(begun) == 5 * BEGUN_AT_ONCE + 1)
-    assert b"GET /health HTTP/1.1" in begun[:BEGUN_AT_ONCE]
+    assert CHECK in begun[:BEGUN_AT_ONCE]
+    for each in others + probe:
+        each.close()
+
+
+def test_what_only_begins_like_a_health_check_waits_with_the_others(listener: socket.socket) -> None:
+    """With headers that never end, or that go on beyond what is looked at, it can be sent in thousands."""
+    heads = [CHECK[:-2], CHECK[:11], CHECK[:-2] + b"a: %b\r\n\r\n" % (b"x" * PROBE_BYTES)]
+    others, probe = connect(listener, 2 * BEGUN_AT_ONCE, heads[0]), connect(listener, 1, CHECK)
+    others += connect(listener, 1, heads[1]) + connect(listener, 1, heads[2])
+    begun = accepted(listener, lambda begun, _: len(begun) == 2 * BEGUN_AT_ONCE + 3)
+    assert CHECK in begun[:BEGUN_AT_ONCE] and begun[-2:] == heads[1:]
     for each in others + probe:
         each.close()
 
 
 def test_health_checks_leave_a_place_to_the_others_and_keep_their_order(listener: socket.socket) -> None:
-    checks = [b"GET /health?%02d" % number for number in range(5 * BEGUN_AT_ONCE)]
+    checks = [b"GET /health?%02d HTTP/1.1\r\n\r\n" % number for number in range(5 * BEGUN_AT_ONCE)]
     clients = [connect(listener, 1, check)[0] for check in checks] + connect(listener, 2, b"GET /x HTTP/1.1")
     begun = accepted(listener, lambda begun, _: len(begun) == len(clients))
     assert [data for data in begun if data in checks] == checks
@@ -156,7 +169,7 @@ def test_idle_connections_give_way_and_health_checks_need_no_room(listener: sock
             shut_out = connect(listener, 1, b"a")
             while not _is_closed(shut_out[0]):
                 await asyncio.sleep(0.001)
-            for text in (b"b", b"GET /health"):
+            for text in (b"b", CHECK):
                 clients = connect(listener, 1, text)
                 while begun[-1:] != [text]:
                     await asyncio.sleep(0.001)
@@ -165,15 +178,15 @@ def test_idle_connections_give_way_and_health_checks_need_no_room(listener: sock
         acceptor.close()
 
     asyncio.run(run())
-    assert begun == [b"b", b"GET /health"] and asked[:2] == [0, 0]
+    assert begun == [b"b", CHECK] and asked[:2] == [0, 0]
 
 
 @pytest.mark.parametrize("text", [b"", b"GET /x HTTP/1.1"], ids=["silent", "waiting"])
 def test_a_health_check_finds_room_among_those_that_came_with_it(listener: socket.socket, text: bytes) -> None:
     """All are accepted in one turn: those before it have taken all the room, and that of health checks too."""
-    others, probe = connect(listener, 12, text), connect(listener, 1, b"GET /health HTTP/1.1")
-    begun = accepted(listener, lambda begun, _: b"GET /health HTTP/1.1" in begun or _is_closed(probe[0]), room=8)
-    assert b"GET /health HTTP/1.1" in begun
+    others, probe = connect(listener, 12, text), connect(listener, 1, CHECK)
+    begun = accepted(listener, lambda begun, _: CHECK in begun or _is_closed(probe[0]), room=8)
+    assert CHECK in begun
     for each in others + probe:
         each.close()
 
