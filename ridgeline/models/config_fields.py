@@ -137,8 +137,7 @@ CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 
 
 # The same in GGUF, with what else llama.cpp reads of any file and this engine does not compute.
-GGUF_ONLY = {"attention.causal": True, "attention.max_alibi_bias": 0.0, "rope.scaling.yarn_ext_factor": 1.0,
-             "rope.scaling.yarn_attn_factor": 1.0}
+GGUF_ONLY = {"attention.causal": True, "attention.max_alibi_bias": 0.0, "rope.scaling.yarn_ext_factor": 1.0}
 
 
 def check_gguf_only(fields: Fields, key: Callable[[str], str]) -> None:

@@ -26,6 +26,7 @@ from ridgeline.models.rope import (
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CHUNKED = "chunked_attention"
 YARN_SCORES = "rope.scaling.yarn_log_multiplier"
+YARN_FACTOR = "rope.scaling.yarn_attn_factor"            # config.json's attention_factor
 PATTERN = "attention.sliding_window_pattern"             # of GGUF
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
 
@@ -266,6 +267,8 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
     """Of layers that see the whole context."""
     theta = fields.number(key("rope.freq_base"), 10_000.0)
     kind = fields.get(key("rope.scaling.type"), "none")
+    usual = yarn_scale(fields.number(key("rope.scaling.factor")), 1.0) if kind == "yarn" else 1.0
+    _check_yarn_factor(fields, key(YARN_FACTOR), usual)
     short, long = (_gguf_divisors(file, f"rope_factors_{name}.weight", dim, fields.where) for name in ("short", "long"))
     if short and long:
         return Rope(theta, dim, short, fields.number(key("rope.scaling.attn_factor"), 1.0), long,
@@ -275,7 +278,7 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
         original = fields.number(key("rope.scaling.original_context_length"), max_position)
         fast = fields.number(key("rope.scaling.yarn_beta_fast"), 32.0)
         slow = fields.number(key("rope.scaling.yarn_beta_slow"), 1.0)
-        scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * yarn_scale(factor, 1.0)
+        scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * usual
         if fields.get(key(YARN_SCORES)):
             scale = 1.0              # the scores are scaled instead, or mscale and mscale_all_dim are the same
         with numbers_of(fields.where):
@@ -287,6 +290,14 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
     stored = _gguf_divisors(file, "rope_freqs.weight", dim, fields.where) or (1.0,) * (dim // 2)
     scaled = tuple(factor * divisor for divisor in stored)
     return Rope(theta, dim, scaled if set(scaled) != {1.0} else ())
+
+
+def _check_yarn_factor(fields: Fields, name: str, usual: float) -> None:
+    """llama.cpp's converter copies OLMo 3's, which is what yarn's factor gives; llama.cpp takes no other for a yarn rope."""
+    given = fields.number(name, 1.0)
+    if not any(math.isclose(given, each, rel_tol=1e-6) for each in (1.0, usual)):
+        words = " or ".join(f"{each:g}" for each in sorted({1.0, usual}))
+        raise ModelError(f"{fields.where}: {name} {shown(fields.get(name))} is not supported; supported: {words}")
 
 
 def _gguf_divisors(file: GGUFFile, name: str, dim: int, where: str) -> tuple[float, ...]:

@@ -219,12 +219,23 @@ def test_gguf_says_what_config_json_says(tmp_path: Path) -> None:
     ({"llama.attention.causal": False}, "llama.attention.causal False is not supported; supported: True"),
     ({"llama.attention.max_alibi_bias": 8.0}, "llama.attention.max_alibi_bias 8.0 is not supported; supported: 0.0"),
     ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "llama.rope.scaling.yarn_ext_factor 0.5 is not supported; supported: 1.0"),
-    ({"llama.rope.scaling.yarn_attn_factor": 0.5}, "llama.rope.scaling.yarn_attn_factor 0.5 is not supported; supported: 1.0"),
+    ({"llama.rope.scaling.yarn_attn_factor": 0.5}, "llama.rope.scaling.yarn_attn_factor 0.5 is not supported; supported: 1"),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0, "llama.rope.scaling.yarn_attn_factor": 1.5},
+     "llama.rope.scaling.yarn_attn_factor 1.5 is not supported; supported: 1 or 1.20794"),
 ])
 def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load_model_config(gguf(tmp_path, GGUF | change))
     assert str(caught.value).startswith("m.gguf: ") and message in str(caught.value)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2079441547393799, None])
+def test_a_yarn_factor_that_says_what_is_usual_is_read(factor: float | None, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it for OLMo 3, in 32 bits, and for models without one."""
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0}
+    given = {} if factor is None else {"llama.rope.scaling.yarn_attn_factor": factor}
+    ropes = load_model_config(gguf(tmp_path, GGUF | yarn | given)).ropes
+    assert [rope.scale for rope in ropes] == pytest.approx([1.2079441541679836] * len(ropes), rel=1e-12)
 
 
 def test_missing_gguf_parts_are_named(tmp_path: Path) -> None:
