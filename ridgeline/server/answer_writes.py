@@ -64,6 +64,7 @@ class CountedAnswer:
                 await cycle.flow.drain()
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 self._waiting.behind = None              # all that is left will be in the connection's buffer
+            self._waiting.sent += len(message.get("body", b""))
             await RequestResponseCycle.send(cycle, message)
         finally:
             if cycle.disconnected:

@@ -16,6 +16,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -50,6 +51,9 @@ logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048                       # connections that may wait to be accepted
+# Bytes that the system takes for a client and cannot send yet. It would take megabytes, and the next only when a third of them is
+# read: a client that reads a megabyte a second would look like one that pauses for a second (server/unread.py).
+SYSTEM_UNSENT = 128 * 1024
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
 # Open besides connections: 28 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
 OTHER_FILES = 30 + spare_files.COUNT + LINGERING + PROBES_BEYOND
@@ -68,6 +72,8 @@ def bind(options: ServerOptions) -> socket.socket:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, number)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):                          # of systems without it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SYSTEM_UNSENT)     # connections inherit it
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -100,18 +100,21 @@ class Unread:
 class Waiting:
     """One connection, while its client keeps up and while it does not."""
 
-    __slots__ = ("_buffered", "_spare", "_transport", "behind", "num_bytes", "since")
+    __slots__ = ("_buffered", "_spare", "_taken", "_transport", "behind", "num_bytes", "sent", "since")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.behind: Callable[[], int] | None = None     # see BEHIND
         self.num_bytes = 0                               # when it was looked at last
         self.since = 0.0                                 # when its client last kept up
+        self.sent = 0                                    # bytes of its answers since it last read
         self._transport = transport
-        self._buffered = 0                               # bytes, at that time
+        self._buffered = 0                               # bytes, when it began to wait
+        self._taken = 0                                  # of those that were sent before, by the system: as good as read
         self._spare = SPARE_SECONDS
 
     def begin(self, now: float) -> int:
         self.since, self._buffered, self.num_bytes = now, self._transport.get_write_buffer_size(), self.size()
+        self._taken = max(0, self.sent - self._buffered)
         return self.num_bytes
 
     def size(self) -> int:
@@ -123,7 +126,8 @@ class Waiting:
     def earn(self, now: float) -> None:
         """The buffer was read. A client that reads in drops uses up its seconds, although it never pauses for long."""
         drained = max(0, self._buffered - self._transport.get_write_buffer_size())
-        self._spare = max(0.0, min(SPARE_SECONDS, self._spare - (now - self.since) + drained / PACE))
+        self._spare = max(0.0, min(SPARE_SECONDS, self._spare - (now - self.since) + (self._taken + drained) / PACE))
+        self.sent = 0
 
     def close(self) -> None:
         self._transport.abort()

@@ -22,6 +22,7 @@ from ridgeline.server.api import docs_page, first_contact, openapi
 from ridgeline.server.app import _pages
 from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.stream import EventStream, send_json
+from ridgeline.server.lifecycle import SYSTEM_UNSENT, bind
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.unread import BEHIND, PACE, SPARE_SECONDS, WRITE_SECONDS, Unread, Waiting
 
@@ -112,6 +113,54 @@ def test_a_client_that_reads_in_drops_is_closed_and_one_that_reads_steadily_is_n
         account.unread.begin(waiting)
         account.add(0, 2 * MIB)                          # others keep the account full
     assert transport.closed == is_closed
+
+
+@pytest.mark.parametrize(("pace", "is_closed"), [(PACE * 5 // 4, False), (PACE // 2, True)])
+def test_bytes_that_the_system_takes_at_once_are_read_too(
+    pace: int, is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it has room again it takes several pieces, and only the last one waits. Only that one was counted: of steady clients
+    that read a megabyte a second many were closed."""
+    account = Account()
+    transport = Transport()
+    waiting = Waiting(transport)                         # type: ignore[arg-type]
+    room = 0
+
+    class Flow:
+        write_paused = False
+
+    class Cycle:
+        disconnected, flow = False, Flow()
+
+    async def write(self: Any, message: Any) -> None:
+        nonlocal room
+        taken = min(room, len(message["body"]))
+        room -= taken
+        transport.buffered = len(message["body"]) - taken
+        if transport.buffered:
+            account.unread.begin(waiting)
+
+    async def sent() -> None:
+        nonlocal room
+        cycle: Any = Cycle()
+        counted = CountedAnswer(cycle, waiting)
+        for _ in range(400):
+            piece = {"type": "http.response.body", "body": bytes(64 * KIB), "more_body": True, BEHIND: lambda: 4 * MIB}
+            await counted(piece)
+            if transport.buffered:
+                account.pass_(256 * KIB / pace)
+                transport.buffered, room = 0, 192 * KIB
+                account.unread.end(waiting)
+
+    monkeypatch.setattr(uvicorn.protocols.http.httptools_impl.RequestResponseCycle, "send", write)
+    asyncio.run(sent())
+    assert transport.closed == is_closed
+
+
+def test_the_system_takes_little_that_it_cannot_send() -> None:
+    """It took megabytes, and the next when a third of them was read: clients seemed to pause for seconds between them."""
+    with bind(ServerOptions(port=0)) as listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as made:
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == SYSTEM_UNSENT <= 2 * LONG_BYTES
 
 
 def test_beyond_the_bound_some_are_closed_at_once() -> None:
