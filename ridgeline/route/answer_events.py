@@ -54,7 +54,6 @@ class Held:
         self.num_bytes = 0
         self.most = most
 
-
     @property
     def most_of_one(self) -> int:
         """Bytes that one event or answer may have to be read."""

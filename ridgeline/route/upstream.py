@@ -267,7 +267,9 @@ class Upstream:
             yield connection
         finally:
             self._open.discard(connection)
-            if connection.complete and connection.reusable and len(self._idle) < MOST_IDLE:
+            # One with an answer that was not read may not be read from any more: the next answer would not be heard.
+            is_idle = connection.complete and connection.is_read and connection.reusable
+            if is_idle and len(self._idle) < MOST_IDLE:
                 self._idle.append(connection)
             else:
                 connection.close()

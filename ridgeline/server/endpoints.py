@@ -264,7 +264,7 @@ def bytes_behind(stream: AnswerStream, writer: Writer) -> int:
 
 
 def without_logprobs(written: Callable[[Batch], list[bytes]], stream: AnswerStream, batch: Batch) -> list[bytes]:
-    """Events; the log-probabilities that they have are not kept for the end of the answer, 3.5 KB for each token with twenty."""
+    """Events; the log-probabilities that they have are not kept for the end of the answer."""
     new = written(batch)
     for prompt, delta in batch:
         if (kept := stream.outputs[prompt].outputs[delta.index].logprobs) is not None:

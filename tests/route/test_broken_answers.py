@@ -235,3 +235,20 @@ def test_an_answer_before_its_request_goes_to_no_request() -> None:
             await router.ask(ASKED | {"user": "x" * 2**20})      # whichever comes first, nothing waits
 
     routed(test, Eager(Behaviour()))
+
+
+def test_a_connection_whose_answer_was_not_read_gets_no_other_request() -> None:
+    """The last bytes of a long answer stop the reading, its client leaves: the next request on it waited for ever."""
+    async def run() -> None:
+        async with Broken(JSON + sized(bytes(upstream.HIGH_WATER + 1)), closes=False) as replica:
+            asked = upstream.Upstream(replica.url)
+            async with asked.ask("GET", "/v1/models") as left:
+                while not left.complete:
+                    await asyncio.sleep(0)
+            async with asyncio.timeout(60), asked.ask("GET", "/v1/models") as answer:
+                assert answer is not left and sum([len(piece) async for piece in answer.pieces()]) == upstream.HIGH_WATER + 1
+            async with asked.ask("GET", "/v1/models") as again:
+                assert again is answer                   # read to its end
+            asked.close()
+
+    asyncio.run(run())
