@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -32,7 +33,7 @@ Position = TypeVar("Position", LogprobsAt, LogprobsAt | None)
 
 
 class Positions(Sequence[Position]):
-    """A list whose items are made when they are read. A copy and a pickle of it are plain lists."""
+    """A list whose items are made when they are read. A copy, a sum and a pickle of it are plain lists."""
 
     __slots__ = ()
 
@@ -52,6 +53,12 @@ class Positions(Sequence[Position]):
 
     def __iter__(self) -> Iterator[Position]:
         return map(self._made, range(len(self)))
+
+    def __add__(self, others: Iterable[Position]) -> list[Position]:
+        return list(chain(self, others))
+
+    def __radd__(self, others: Iterable[Position]) -> list[Position]:
+        return list(chain(others, self))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

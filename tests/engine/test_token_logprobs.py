@@ -80,6 +80,8 @@ def test_a_copy_for_other_programs_is_a_plain_list() -> None:
     answer = CompletionOutput(0, logprobs=known)
     for plain in (pickle.loads(pickle.dumps(answer)).logprobs, copy.deepcopy(known), asdict(answer)["logprobs"]):
         assert type(plain) is list and plain == [at(1), at(2)]
+    assert known + [at(3)] == [at(1), at(2), at(3)] and [at(3)] + known == [at(3), at(1), at(2)]
+    assert known + known == [at(1), at(2)] * 2
 
 
 def state_of(**fields: int) -> RequestState:
