@@ -18,8 +18,20 @@ from ridgeline.errors import BadRequest
 from ridgeline.server.http.body import json_fault
 
 _BLANKS = re.compile(rb"[ \t\n\r]*")
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_INSIDE = re.compile(rb'[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)    # of a list or an object: all but brackets
+_TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_STRING = re.compile(_TEXT, re.DOTALL)
+_AT_ONCE = 5                         # levels of lists and objects that one match skips: a tool's schema has hundreds of them
+
+
+def _inside(levels: int) -> re.Pattern[bytes]:
+    """What may stand in a list or an object, with what is nested in it up to `levels` deep."""
+    plain = inner = rb'[^"\[\]{}]++|' + _TEXT
+    for _ in range(levels):
+        inner = rb"%b|[\[{](?:%b)*+[\]}]" % (plain, inner)
+    return re.compile(rb"(?:%b)++" % inner, re.DOTALL)
+
+
+_INSIDE = _inside(_AT_ONCE)
 _BARE = re.compile(rb"[-+.\w]+", re.ASCII)
 
 
