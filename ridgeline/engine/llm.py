@@ -165,8 +165,7 @@ class LLM:
                     self.core.abort(request_id)
                 raise
         for _, state in made:
-            if state.output.prompt_logprobs is not None:
-                state.output.prompt_logprobs = list(state.output.prompt_logprobs)    # a server makes them when they are read
+            _make_lists(state.output)
         return [state.output for _, state in made]
 
     def _drain(
@@ -278,6 +277,15 @@ def _one_each(name: str, given: Any, kind: type, default: Any, prompts: list[Pro
     if len(given) != len(prompts):
         raise BadRequest(f"{name} has {len(given)} entries for {len(prompts)} prompts; give one, or one each")
     return list(given)
+
+
+def _make_lists(output: RequestOutput) -> None:
+    """Log-probabilities as vLLM has them, which callers change, or give to json; a server makes positions when they are read."""
+    if output.prompt_logprobs is not None:
+        output.prompt_logprobs = list(output.prompt_logprobs)
+    for answer in output.outputs:
+        if answer.logprobs is not None:
+            answer.logprobs = list(answer.logprobs)  # type: ignore[assignment]
 
 
 def _scored(output: RequestOutput, begin: int) -> PoolingRequestOutput:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,8 @@ def test_logprobs(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     output = llm.generate([[5, 6, 7]], params)[0]
     answer = output.outputs[0]
-    assert answer.logprobs is not None and len(answer.logprobs) == 4
+    assert isinstance(answer.logprobs, list) and len(answer.logprobs) == 4 and isinstance(output.prompt_logprobs, list)
+    assert json.loads(json.dumps(asdict(answer)))["logprobs"][0][str(answer.token_ids[0])]["rank"] == 1
     for token, at in zip(answer.token_ids, answer.logprobs, strict=True):
         assert len(at) == 3 and at[token].rank == 1 and at[token].logprob == max(each.logprob for each in at.values())
         assert at[token].decoded_token == llm.get_tokenizer().token_text(token)
