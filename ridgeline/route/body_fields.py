@@ -16,23 +16,23 @@ import msgspec
 
 from ridgeline.errors import BadRequest
 from ridgeline.server.http.body import json_fault
+from ridgeline.server.http.json_size import PIECE
 
-_BLANKS = re.compile(rb"[ \t\n\r]*")
-_TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_STRING = re.compile(_TEXT, re.DOTALL)
+_BLANKS = re.compile(rb"[ \t\n\r]*+")
+_LETTERS = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)                  # of a string
+_BARE = re.compile(rb"[-+.\w]*+", re.ASCII)
 _AT_ONCE = 5                         # levels of lists and objects that one match skips: a tool's schema has hundreds of them
 
 
 def _inside(levels: int) -> re.Pattern[bytes]:
     """What may stand in a list or an object, with what is nested in it up to `levels` deep."""
-    plain = inner = rb'[^"\[\]{}]++|' + _TEXT
+    plain = inner = rb'[^"\[\]{}]++|"' + _LETTERS.pattern + rb'"'
     for _ in range(levels):
         inner = rb"%b|[\[{](?:%b)*+[\]}]" % (plain, inner)
-    return re.compile(rb"(?:%b)++" % inner, re.DOTALL)
+    return re.compile(rb"(?:%b)*+" % inner, re.DOTALL)
 
 
 _INSIDE = _inside(_AT_ONCE)
-_BARE = re.compile(rb"[-+.\w]+", re.ASCII)
 
 
 class Field(NamedTuple):
@@ -77,12 +77,10 @@ def _fields(body: bytes) -> list[Field]:
     place = _past(body, 0, b"{")
     fields: list[Field] = []
     while fields or body[place : place + 1] != b"}":
-        name = _STRING.match(body, place)
-        if name is None:
-            raise _NoObject
-        start = _past(body, _skip(body, name.end()), b":")
+        name_end = _string_end(body, place)
+        start = _past(body, _skip(body, name_end), b":")
         end = _value_end(body, start)
-        fields.append(Field(_name(name[0]), start, end))
+        fields.append(Field(_name(body[place:name_end]), start, end))
         place = _skip(body, end)
         if body[place : place + 1] == b"}":
             break
@@ -93,9 +91,30 @@ def _fields(body: bytes) -> list[Field]:
 
 
 def _skip(body: bytes, place: int) -> int:
-    found = _BLANKS.match(body, place)
-    assert found is not None
-    return found.end()
+    return _run_end(_BLANKS, body, place)
+
+
+def _run_end(run: re.Pattern[bytes], body: bytes, place: int) -> int:
+    """Behind all that `run` takes. In pieces: no other thread runs while a pattern is matched, and 16 MB take a second."""
+    while True:
+        found = run.match(body, place, place + PIECE)
+        assert found is not None                         # it may be empty
+        short = found.end() < place + PIECE - 1          # by one: a backslash waits for what it escapes
+        place = found.end()
+        if short:
+            return place
+
+
+def _string_end(body: bytes, start: int) -> int:
+    if body[start : start + 1] != b'"':
+        raise _NoObject
+    quote = body.find(b'"', start + 1)
+    if quote > 0 and body.find(b"\\", start + 1, quote) < 0:
+        return quote + 1                                 # nothing is escaped
+    end = _run_end(_LETTERS, body, start + 1)
+    if body[end : end + 1] != b'"':
+        raise _NoObject
+    return end + 1
 
 
 def _past(body: bytes, place: int, mark: bytes) -> int:
@@ -107,18 +126,22 @@ def _past(body: bytes, place: int, mark: bytes) -> int:
 
 
 def _value_end(body: bytes, start: int) -> int:
-    if body[start : start + 1] not in (b"{", b"["):
-        found = _STRING.match(body, start) or _BARE.match(body, start)
-        if found is None:
+    first = body[start : start + 1]
+    if first == b'"':
+        return _string_end(body, start)
+    if first not in (b"{", b"["):
+        end = _run_end(_BARE, body, start)
+        if end == start:
             raise _NoObject
-        return found.end()
+        return end
     place, depth = start + 1, 1
     while depth:
-        if (found := _INSIDE.match(body, place)) is not None:
-            place = found.end()
-            continue
+        place = _run_end(_INSIDE, body, place)
         mark = body[place : place + 1]
-        if mark in (b"", b'"'):                          # the end, or a text without one
+        if mark == b'"':
+            place = _string_end(body, place)
+            continue
+        if not mark:
             raise _NoObject
         depth += 1 if mark in (b"{", b"[") else -1
         place += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from ridgeline.errors import BadRequest
 from ridgeline.route import body_fields, forwarded_request
 from ridgeline.route.body_fields import fields_of, last_values, with_fields
 from ridgeline.route.forwarded_request import ForwardedRequest
+from ridgeline.server.http.json_size import PIECE
 
 SAID = b'"messages":[{"role":"user","content":"hello"}]'
 STREAM = b'"stream":true,'
@@ -96,13 +98,51 @@ def test_tools_are_skipped_by_few_matches(monkeypatch: pytest.MonkeyPatch) -> No
     inside, count = body_fields._INSIDE, 0
 
     class Counting:
-        def match(self, body: bytes, place: int) -> re.Match[bytes] | None:
+        def match(self, *place: Any) -> re.Match[bytes] | None:
             nonlocal count
             count += 1
-            return inside.match(body, place)
+            return inside.match(*place)
 
     monkeypatch.setattr(body_fields, "_INSIDE", Counting())
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in "abcdef"}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}} for _ in range(20)]
     assert [field.name for field in fields_of(json.dumps({"tools": tools, "model": "m"}).encode())] == ["tools", "model"]
     assert count <= 20
+
+
+@pytest.mark.parametrize("long", [
+    b'{"a":"' + b"x" * 2**20 + b'"}', b'{"a":"' + b"\\n" * 2**19 + b'"}',
+    b'{"' + b"\\n" * 2**19 + b'":1}', b'{"a":[' + b" " * 2**20 + b"]}",
+    b'{"a":' + b"9" * 2**20 + b"}", b"{" + b" " * 2**20 + b'"a":1}', b'{"a":["' + b'\\"' * 2**19 + b'"]}',
+], ids=["text", "escapes", "name", "blanks", "digits", "blanks before", "inside a list"])
+def test_long_values_are_matched_in_pieces_between_which_other_threads_run(long: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = 0
+
+    class Watched:
+        def __init__(self, pattern: re.Pattern[bytes]) -> None:
+            self._pattern = pattern
+
+        def match(self, *place: Any) -> re.Match[bytes] | None:
+            nonlocal longest
+            found = self._pattern.match(*place)
+            longest = max(longest, found.end() - found.start() if found else 0)
+            return found
+
+    for name, value in vars(body_fields).copy().items():
+        if isinstance(value, re.Pattern):
+            monkeypatch.setattr(body_fields, name, Watched(value))
+    (field,) = fields_of(long)
+    assert long[field.end :] == b"}"
+    assert longest <= PIECE
+
+
+@pytest.mark.parametrize("piece", range(2, 12))
+def test_pieces_end_anywhere_and_the_fields_are_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b' { "a\\\\" : "\\\\\\"x\\\\" , "b":[ 1, "]\\"" ,{"c\\"":"}\\\\"}], "\\u0064" :-1.25e+10 ,"":true}  '
+    fields = fields_of(body)
+    assert {field.name: json.loads(body[field.start : field.end]) for field in fields} == json.loads(body)
+    monkeypatch.setattr(body_fields, "PIECE", piece)
+    assert fields_of(body) == fields
+    for end in range(len(body) - 3):
+        with pytest.raises(BadRequest):
+            fields_of(body[:end])

@@ -16,6 +16,7 @@ TOLERANCE_TOKENS = 128               # that a prediction of cached tokens may be
 TOLERANCE_SHARE = 0.1                # … and text is only about proportional to tokens
 USUAL_OUTPUT = 128.0                 # tokens of an answer, until some have been seen
 NEWEST = 0.05                        # weight of a new answer in the means
+FEW = 64                             # times that are over and may be kept: numbers only
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Ticket:
     hit: Hit
     number: int                      # of its prompt, in the replica's tree
     sent: float
+    serial: int                      # of the requests sent to this replica
     first: float = 0.0               # when its first token came
     service: float = 0.0             # seconds from when the replica was free for it to its first token
     rows: float = 1.0                # requests that ran with it, at its first token
@@ -86,11 +88,13 @@ class ReplicaLoad:
     times: LearnedTimes = field(default_factory=LearnedTimes)
     waiting: dict[int, Ticket] = field(default_factory=dict)     # without a first token; the oldest first
     running: dict[int, Ticket] = field(default_factory=dict)
-    silent: list[tuple[float, int, Ticket]] = field(default_factory=list)    # a heap: when answers in one piece should begin
+    # A heap: when answers in one piece should begin, with serials of their tickets, which hold prompts.
+    silent: list[tuple[float, int]] = field(default_factory=list)
     waiting_tokens: float = 0.0      # uncached, of those that wait
     last_first: float = 0.0          # when a first token came last
     prefills: float = 0.0            # seconds of all prefills so far
     corrections: int = 0
+    num_sent: int = 0
 
     @property
     def pending(self) -> int:
@@ -114,13 +118,14 @@ class ReplicaLoad:
     def _assume(self, now: float) -> None:
         """An answer that comes in one piece does not say when it began: it runs from when it was predicted to."""
         while self.silent and now >= self.silent[0][0]:
-            ticket = heapq.heappop(self.silent)[2]
-            if self._begin(ticket):
-                self.running[id(ticket)] = ticket
+            ticket = self.waiting.get(heapq.heappop(self.silent)[1])
+            if ticket is not None:
+                self._begin(ticket)
+                self.running[ticket.serial] = ticket
 
     def _begin(self, ticket: Ticket) -> bool:
         """It waits no longer. False: it did not wait."""
-        if self.waiting.pop(id(ticket), None) is None:
+        if self.waiting.pop(ticket.serial, None) is None:
             return False
         self.waiting_tokens = self.waiting_tokens - ticket.predicted.uncached if self.waiting else 0.0
         return True
@@ -141,11 +146,14 @@ class ReplicaLoad:
         # What an unanswered request sent before is being computed: that it is not cached yet says nothing about evictions.
         settled = next(iter(self.waiting.values())).number if self.waiting else None     # the oldest has the least number
         hit = self.tree.add(prompt.chain, settled)
-        ticket = Ticket(prompt, predicted, hit, self.tree.now, now)
-        self.waiting[id(ticket)] = ticket
+        self.num_sent += 1
+        ticket = Ticket(prompt, predicted, hit, self.tree.now, now, self.num_sent)
+        self.waiting[ticket.serial] = ticket
         self.waiting_tokens += predicted.uncached
         if not prompt.streams:
-            heapq.heappush(self.silent, (now + predicted.first_token, ticket.number, ticket))
+            if len(self.silent) > 2 * len(self.waiting) + FEW:       # most have been answered
+                self.silent = sorted(each for each in self.silent if each[1] in self.waiting)
+            heapq.heappush(self.silent, (now + predicted.first_token, ticket.serial))
         return ticket
 
     def first_token(self, ticket: Ticket, now: float) -> bool:
@@ -156,14 +164,14 @@ class ReplicaLoad:
         self.last_first = now
         self.prefills += ticket.service
         ticket.prefills = self.prefills
-        self.running[id(ticket)] = ticket
+        self.running[ticket.serial] = ticket
         ticket.rows = self.pending
         return True
 
     def finish(self, ticket: Ticket, now: float, usage: Usage | None = None, whole: Chain = ()) -> None:
         """The answer is complete; `whole` are the nodes of prompt and answer. Without a usage the replica's counts are guessed
         from the text."""
-        streamed = ticket.prompt.streams and id(ticket) in self.running
+        streamed = ticket.prompt.streams and ticket.serial in self.running
         rows = (ticket.rows + self.pending) / 2
         self.leave(ticket)
         if whole:
@@ -185,7 +193,7 @@ class ReplicaLoad:
     def leave(self, ticket: Ticket) -> None:
         """It failed, or its client has gone: nothing is learned."""
         self._begin(ticket)
-        self.running.pop(id(ticket), None)
+        self.running.pop(ticket.serial, None)
 
     def _compare(self, ticket: Ticket, usage: Usage) -> None:
         if usage.cached is None or not usage.prompt:

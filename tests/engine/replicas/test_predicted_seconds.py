@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
 from ridgeline.engine.replicas.learned_times import Line, Pace
 from ridgeline.engine.replicas.policies import Choice
-from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Ticket, Usage
+from ridgeline.engine.replicas.replica_load import FEW, Habits, ReplicaLoad, Ticket, Usage
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 from ridgeline.route.prompt_text import prompt_of
 from ridgeline.route.simulation.simulated_fleet import Machine, SimulatedFleet
@@ -30,6 +31,20 @@ def taught(load: ReplicaLoad, pace: Pace) -> None:
     for number in range(60):
         load.times.prefill.observe(100.0 * (number % 7), pace.prefill(100.0 * (number % 7)))
         load.times.decode.observe(number % 5, pace.step(number % 5))
+
+
+def test_an_answer_in_one_piece_leaves_nothing_of_its_prompt() -> None:
+    """It was held until it should have begun by the prediction: minutes for a long one, and a megabyte and a half of each."""
+    load = fleet("predicted", 1).loads[0]
+    texts = [prompt("x", 1000, streams=False) for _ in range(500)]
+    held = [sys.getrefcount(each) for each in texts]
+    for number in range(len(texts)):
+        load.leave(load.send(texts[number], float(number), Pace(1e6, 0.0, 0.0, 0.0)))
+    assert [sys.getrefcount(each) for each in texts] == held
+    assert not load.waiting and not load.running and len(load.silent) <= FEW + 2
+    first = load.send(texts[0], 1e5, Pace(5.0, 0.0, 0.0, 0.0))
+    load.predict(texts[0], 1e9, PACE)
+    assert list(load.running.values()) == [first] and not load.silent
 
 
 def test_a_line_is_learned_and_follows_a_change() -> None:
