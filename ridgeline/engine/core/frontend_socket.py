@@ -5,8 +5,10 @@ Knows frames and one process id; what the messages mean is the business of engin
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+import time
 from pathlib import Path
 
 import zmq
@@ -17,7 +19,9 @@ from ridgeline.process.log import get_logger
 logger = get_logger("engine")
 
 IDLE_MS = 500                        # how often an idle engine looks whether its front end is still there
-_FRAMES_PER_STEP = 1024              # a flood of requests must not keep the running ones from their next step
+# A flood of requests must not keep the running ones from their next step: neither many small ones, nor few that are long to read.
+# One with a bias for each of 1,024 tokens takes 1 ms, and a client may send 400 of them at once.
+_FRAMES_PER_STEP, _SECONDS_PER_STEP = 1024, 0.01
 
 
 class FrontEndGone(Exception):
@@ -53,9 +57,11 @@ class FrontEndLink:
                 self.check()
 
     def receive(self, wait: bool, most_ms: int = IDLE_MS) -> list[ToEngine]:
-        """What has arrived; with `wait`, as soon as something has or `most_ms` are over."""
+        """What has arrived, as far as there is time for it before a step; with `wait`, as soon as something has or `most_ms` are
+        over, and then all of it."""
         messages: list[ToEngine] = []
         timeout = most_ms if wait else 0
+        until = math.inf if wait else time.monotonic() + _SECONDS_PER_STEP
         while len(messages) < _FRAMES_PER_STEP and self._from_front.poll(timeout):
             timeout = 0
             try:
@@ -63,6 +69,8 @@ class FrontEndLink:
             except DecodeError as error:
                 self.bad_frames += 1
                 logger.warning("dropped a frame from the front end (%d so far): %s", self.bad_frames, error)
+            if time.monotonic() >= until:
+                break
         return messages
 
     def close(self) -> None:
