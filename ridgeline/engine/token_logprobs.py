@@ -1,7 +1,7 @@
 """Log-probabilities as callers read them, kept as numbers: of a prompt's tokens, and of an answer's as it grows.
 
-A position as objects (a dict, a Logprob and a text for each alternative) takes 3 KB with twenty alternatives, as numbers 170
-bytes. So a position is made when it is read, and not kept. Texts are made with it. Knows no engines and no formats.
+As objects a position is a dict, with a Logprob and a text for each alternative; as numbers it takes eight bytes for each. So it
+is made when it is read, and not kept. Texts are made with it. Knows no engines and no formats.
 """
 
 from __future__ import annotations
