@@ -15,9 +15,9 @@
 Every request of a block is another one, and so is that of the next pair: a piece of code, a kind of product, the hero of a story.
 Each case has one proposer and a controller that begins with nothing but the measured times of steps.
 
-Answers with drafts do not end together. Where a block has as many requests as the engine has rows, `--rounds` times as many are
-asked, so that others follow those that have ended, as in a server: else the figure is that of the slowest row, with the others
-long gone. `decode` is not measured there.
+Answers with drafts do not end together. With several requests at a time `--rounds` times as many are asked, so that others follow
+those that have ended, as in a server: else the figure is that of the slowest row, with the others long gone. `decode` is not
+measured there.
 
 Blocks with and without drafts alternate in one process. A case's figure is the median of the ratios of neighbours, in time for
 each token, prompts included. `decode`: the same from the last row's first token on. `equal`: the share of tokens that are the
@@ -67,6 +67,7 @@ from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.suffix import Suffix
+from ridgeline.scheduler.policy import ContinuousBatching
 from ridgeline.scheduler.sequence import Sequence
 
 CLOCK = time.perf_counter
@@ -198,6 +199,17 @@ class Block:
     cached: int
 
 
+class AtOnce(ContinuousBatching):
+    """So many requests run; others follow as clients would send them."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def places(self, num_running: int, num_waiting: int) -> int:
+        return max(0, min(num_waiting, self._rows - num_running))
+
+
 class Study:
     """An engine whose drafter is another one for each case."""
 
@@ -214,7 +226,7 @@ class Study:
         assert isinstance(drafter, Controller)
         self._whole, self._asked = drafter, draft_options(json.dumps(config))
         self._adaptive = not args.all_drafts
-        self._pairs, self._end, self._rows, self._rounds = args.pairs, args.end, most, args.rounds
+        self._pairs, self._end, self._rounds = args.pairs, args.end, args.rounds
         self._step, self._began = self.llm.core.step, 0.0
         self._longest = 0.0                              # seconds of the newest block
         self._firsts: dict[str, float] = {}
@@ -280,7 +292,8 @@ class Study:
     def measure(self, case: Case, requests: int) -> dict[str, Any] | None:
         """None: there is no time left."""
         drafter, suffix = self._drafter(case.proposers)
-        count = requests * (self._rounds if requests == self._rows else 1)
+        count = requests * (self._rounds if requests > 1 else 1)
+        self.llm.core.scheduler.admission = AtOnce(requests)
         warm = [case.ask(number % WARM) for number in range(count)]
         for on in (True, False, True):                   # kernels and grammars are compiled, step times known
             if self._too_late(2):
@@ -334,7 +347,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["case                requests   speed  lowest highest  decode   equal  first token  drafts accepted  tokens/s (off)"]
     lines += [
         f"{row['case']:<18} {row['requests']:>9} {row['speed']:>6.2f}x {min(row['ratios']):>6.2f} {max(row['ratios']):>7.2f} "
-        f"{row['decode'] or math.nan:>6.2f}x "
+        f"{'–' if row['decode'] is None else format(row['decode'], '.2f') + 'x':>7} "
         f"{row['equal']:>7.3f} {row['first_token']:>11.2f}x {row['drafts']:>7} {row['accepted']:>8}  "
         f"{row['on_tok_s']:.0f} ({row['off_tok_s']:.0f})"
         for row in rows
@@ -355,7 +368,7 @@ def main(kind: type[Study] = Study, title: str = "speculation-real-text") -> Non
     parser.add_argument("--tokens", type=int, default=160, help="of a story or a copy; twice as many of an edit at most")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3, help="requests for each row of a full engine")
+    parser.add_argument("--rounds", type=int, default=3, help="requests for each that runs at a time, where there are several")
     parser.add_argument("--seconds", type=float, default=math.inf, help="it ends within that long")
     parser.add_argument("--prepare", type=float, default=30, help="seconds in which graphs may be captured before the first case")
     parser.add_argument("--cpu-time", action="store_true", help="processor time in the place of the clock")

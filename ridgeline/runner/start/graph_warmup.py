@@ -129,21 +129,21 @@ class Rehearsal:
         if self._comm.size > 1:
             return
         for shape in self._shapes.mixed(self._forward.launch_bound):
-            if self._forward.is_new(shape, greedy):
-                yield from self._beside(shape, greedy)
+            yield from self._beside(shape, greedy)
 
     def _wanted(self) -> Iterator[KernelStep]:
         """Each once, whatever came of it."""
         for found in self._forward.wanted():
-            if not self._full and found not in self._tried and self._forward.is_new(*found):
+            if not self._full and found not in self._tried:
                 self._tried.add(found)
                 yield from self._beside(*found)
 
     def _beside(self, shape: Shape, greedy: bool) -> Iterator[KernelStep]:
-        """A step of that shape, if prompts may be long enough."""
+        """A step of that shape, or of the largest that prompts of this model can fill."""
         tokens = min(shape.prompt_tokens, shape.prompts * self._longest)
         each, more = divmod(tokens, shape.prompts)
-        if each > 1 and self._shapes.fit(shape.decodes, shape.prompts, tokens) == shape:
+        own = self._shapes.fit(shape.decodes, shape.prompts, tokens)
+        if each > 1 and own is not None and self._forward.is_new(own, greedy):
             prompts = [each + 1] * more + [each] * (shape.prompts - more)
             yield KernelStep([1] * shape.decodes + prompts, params=_sampled(greedy), used=True)
 

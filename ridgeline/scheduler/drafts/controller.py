@@ -82,11 +82,11 @@ class _Search:
     @property
     def will_look(self) -> bool:
         """What due() will say next."""
-        return not self.worth.will_rest and self.skipped + 1 >= min(_MOST_SKIPPED, 1 + self.in_vain // _PATIENCE)
+        return not self.worth.rests and self.skipped + 1 >= min(_MOST_SKIPPED, 1 + self.in_vain // _PATIENCE)
 
     def due(self) -> bool:
         looks = self.will_look
-        if not self.worth.rests():
+        if not self.worth.rests:
             self.skipped = 0 if looks else self.skipped + 1
         return looks
 
@@ -471,7 +471,7 @@ class Controller:
         off, pace = self.pace.ahead, self.pace
         looked, measured = queries > 1 or self._search.quiet < _OFF_RUN, off.measured(rows, keys)
         if looked and measured and seconds > 0:
-            self._search.worth.count(rows, seconds, off.seconds(rows, keys) * (tokens - rejected) / rows)
+            self._search.worth.count(rows, seconds, off.seconds(rows, keys), (tokens - rejected) / rows)
         self._search.worth.passed(rows)
         if queries > 1 or not looked or not measured or (waited and pace.waited is not off):
             pace.observe(rows, tokens, queries, keys, seconds, waited)

@@ -1,45 +1,37 @@
 """Do drafts pay in all? What steps took in which they were looked for, against what their tokens would have taken without.
 
 The controller weighs each step's drafts by the time of its shape. But to look for drafts takes the host's time in every step,
-also in those that end up without any, and a small model's steps do not hide it. So what came of it is compared as a whole:
-where it lost, no drafts are looked for, for a while that doubles each time.
+also in those that end up without any, and a small model's steps do not hide it. So what came of it is counted as a whole, as a
+debt: steps lost, less steps gained. Every step pays off a small share of itself. Beyond a limit no drafts are looked for until
+enough is paid off. So all that is lost is that share of the time and the limit, however short a server runs.
 
-Few rows and many are compared apart: what one row gains does not excuse what four lose.
+Few rows and many are counted apart: what one row gains does not excuse what four lose.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_AGAIN = 6, 1.25                     # after so many steps a loss of so much is believed where the search lost before, …
-_FEW = 16, 1.08                      # … after so many anywhere, …
-_MANY = 64, 1.01                     # … and after so many a small one
-_SHORTEST, _LONGEST = 16, 256        # steps without looking, …
-_SHARE = 0.01                        # … and beyond that as many as make what was lost this share of the time
+_SHARE = 0.01                        # of the time: what looking for drafts may lose
+_LIMIT = 2.0                         # steps that may be lost at once, …
+_AGAIN = 1.0                         # … and how many must be paid off before drafts are looked for again
+_CREDIT = 2.0                        # steps gained that count against later losses
+_OUTLIER = 2.0                       # a step loses no more: most that take longer would have taken as long without drafts
 
 
 @dataclass(slots=True)
 class _Account:
     """Of steps with about as many rows."""
 
-    steps: int = 0
-    spent: float = 0.0
-    without: float = 0.0             # what the same tokens would have taken
-    pause: int = _SHORTEST
-    left: int = 0
+    debt: float = 0.0                # in steps without drafts
+    rests: bool = False
 
-    def count(self, seconds: float, without: float) -> None:
-        self.steps, self.spent, self.without = self.steps + 1, self.spent + seconds, self.without + without
-        ratio = self.spent / self.without
-        believed = (_FEW, _MANY) if self.pause == _SHORTEST else (_AGAIN, _FEW, _MANY)
-        if any(self.steps >= steps and ratio > loss for steps, loss in believed):
-            self.left = self.pause
-            self.pause = min(2 * self.pause, max(_LONGEST, int(self.steps * (ratio - 1) / _SHARE)))
-        elif self.steps >= _MANY[0]:
-            self.pause = _SHORTEST
-        else:
-            return
-        self.steps, self.spent, self.without = 0, 0.0, 0.0
+    def add(self, steps: float) -> None:
+        self.debt = max(-_CREDIT, self.debt + steps)
+        if self.debt > _LIMIT:
+            self.rests = True
+        elif self.debt <= _LIMIT - _AGAIN:
+            self.rests = False
 
 
 class Worth:
@@ -48,22 +40,19 @@ class Worth:
         self._now = self._of(1)
 
     @property
-    def will_rest(self) -> bool:
-        """What rests() will say next."""
-        return self._now.left > 1
-
     def rests(self) -> bool:
-        """Are no drafts to be looked for in this step?"""
-        resting, self._now.left = self.will_rest, max(0, self._now.left - 1)
-        return resting
+        """Are no drafts to be looked for in the next step?"""
+        return self._now.rests
 
     def passed(self, rows: int) -> None:
         """A step has come back. The next one is believed to have as many rows."""
         self._now = self._of(rows)
+        self._now.add(-_SHARE)
 
-    def count(self, rows: int, seconds: float, without: float) -> None:
-        """A step in which they were looked for took so long; without, its tokens would have taken `without`."""
-        self._of(rows).count(seconds, without)
+    def count(self, rows: int, seconds: float, alone: float, tokens_each: float) -> None:
+        """A step in which drafts were looked for took so long, and brought a row so many tokens. Without it would have taken
+        `alone`, for one token."""
+        self._of(rows).add(min(_OUTLIER, seconds / alone - tokens_each))
 
     def _of(self, rows: int) -> _Account:
         return self._accounts.setdefault(rows.bit_length(), _Account())

@@ -171,6 +171,18 @@ def test_prompts_beside_decodes_come_too(model: Path) -> None:
     core.close()
 
 
+def test_where_a_prompt_cannot_fill_a_shape_it_has_the_largest_that_it_can(model: Path) -> None:
+    """A prompt of a short context beside decodes found no graph, and waited for its own to be captured."""
+    core, rehearsal, seen = start(model)
+    rehearsal._longest = 77
+    seen.plans.clear()
+    while rehearsal.go_on():
+        pass
+    counts = [plan.num_tokens.tolist() for plan in seen.plans]
+    assert [1] * (ROWS - 1) + [77] in counts and [1] * (ROWS - 2) + [77, 77] in counts
+    core.close()
+
+
 def test_some_sizes_of_decodes_behind_a_shared_prefix_stand_in_for_all(model: Path) -> None:
     core, rehearsal, _ = start(model)
     rehearsal._shapes = GraphShapes(512, 2048)

@@ -455,11 +455,11 @@ def test_a_search_that_loses_rests_so_long_that_little_is_lost() -> None:
     worth, lost = Worth(), [0.0]
     for _ in range(6000):
         worth.passed(8)
-        resting = worth.rests()
+        resting = worth.rests
         if not resting:
-            worth.count(8, 1.4, 1.0)
+            worth.count(8, 1.4, 1.0, 1.0)
         lost.append(lost[-1] + 0.4 * (not resting))
-    assert lost[1000] < 0.03 * 1000 and lost[6000] - lost[1000] < 0.013 * 5000
+    assert lost[200] < 5 and lost[1000] < 0.015 * 1000 and lost[6000] - lost[1000] < 0.011 * 5000
 
 
 @pytest.mark.parametrize("right", [True, False])
