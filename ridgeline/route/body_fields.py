@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -41,6 +41,17 @@ class Field(NamedTuple):
     end: int
 
 
+class Places(NamedTuple):
+    """Where fields of a body may be set."""
+
+    given: list[Field]               # those that are there already
+    end: int                         # where others may be added
+    is_first: bool                   # there is no other field
+
+
+Change = tuple[int, int, bytes]      # from where, to where, what is there afterwards
+
+
 class _NoObject(Exception):
     pass
 
@@ -58,19 +69,34 @@ def last_values(body: bytes, fields: list[Field], names: Collection[str]) -> dic
     return {field.name: body[field.start : field.end] for field in fields if field.name in names}
 
 
-def with_fields(body: bytes, fields: list[Field], values: Mapping[str, bytes]) -> bytes:
-    """The body with these values, wherever their names are given; names that are not there come at its end."""
-    parts, place = list[bytes](), 0
-    for field in fields:
-        if field.name in values:
-            parts += body[place : field.start], values[field.name]
-            place = field.end
-    end = body.rindex(b"}")
-    parts.append(body[place:end])
-    found = {field.name for field in fields}
-    new = [msgspec.json.encode(name) + b":" + value for name, value in values.items() if name not in found]
-    between = b"," if fields and new else b""
-    return b"".join([*parts, between, b",".join(new), body[end:]])
+def places_of(body: bytes, fields: list[Field], names: Collection[str]) -> Places:
+    return Places([field for field in fields if field.name in names], body.rindex(b"}"), not fields)
+
+
+def changes(places: Places, values: Mapping[str, bytes]) -> list[Change]:
+    """These values, wherever their names are given; names that are not there come at the end."""
+    made = [(field.start, field.end, values[field.name]) for field in places.given if field.name in values]
+    found = {field.name for field in places.given}
+    new = b",".join(msgspec.json.encode(name) + b":" + value for name, value in values.items() if name not in found)
+    return [*made, (places.end, places.end, new if places.is_first else b"," + new)] if new else made
+
+
+def changed(parts: Iterable[bytes], changes: Iterable[Change]) -> list[bytes]:
+    """The body with its changes, in parts as it came: no byte of the others is copied together."""
+    made, before, left = list[bytes](), 0, list(changes)
+    for part in parts:
+        place, end = 0, before + len(part)
+        while left and left[0][0] < end:
+            first, last, value = left[0]
+            if first >= before:                          # it begins in this part; it may end in another
+                made += part[place : first - before], value
+            place = min(last, end) - before
+            if last > end:
+                break
+            del left[0]
+        made.append(part[place:] if place else part)
+        before = end
+    return [part for part in made if part]
 
 
 def _fields(body: bytes) -> list[Field]:

@@ -120,7 +120,7 @@ class Delivery:
         ticket = fleet.choice.send(number, request.prompt, fleet.now())
         headers = request.headers if replica.upstream.key else [*request.headers, *request.key_headers]
         try:
-            async with replica.upstream.ask(request.method, request.path, headers, request.body) as answer:
+            async with replica.upstream.ask(request.method, request.path, headers, request.parts) as answer:
                 if answer.status in _RETRIED:
                     await self._refused(replica, answer)
                     return False

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
+from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
-from ridgeline.route.body_fields import fields_of, last_values, with_fields
-from ridgeline.route.prompt_text import prompt_of
+from ridgeline.route.body_facts import OPTIONS, SALT, BodyFacts
+from ridgeline.route.body_fields import changed, changes
 from ridgeline.server.http.gate import TTFT_HEADER, caller_of, request_id
 from ridgeline.server.http.hosts import Scope
-from ridgeline.server.http.json_size import check_size
 
 COUNTED_PATHS = ("/v1/chat/completions", "/v1/completions")      # whose streams the router understands
 # Others of a client's headers stay here: cookies, forwarding headers, and the key, which is the router's.
@@ -22,12 +22,7 @@ _PASSED = frozenset({
     b"x-ridgeline-timings", TTFT_HEADER,
 })
 _SALTED = (*COUNTED_PATHS, "/v1/embeddings", "/v1/score")       # Anthropic's API has no such field
-_ROUTED = frozenset({                                            # fields of a body that are read; all others are only passed on
-    "cache_salt", "input", "logprobs", "max_completion_tokens", "max_tokens", "messages", "model", "n", "prompt",
-    "return_token_ids", "seed", "stream", "stream_options", "system", "temperature", "text_1", "tools",
-})
 _KEYS = frozenset({b"authorization", b"x-api-key"})
-_decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -37,7 +32,7 @@ class ForwardedRequest:
     path: str
     headers: list[tuple[bytes, bytes]]
     key_headers: list[tuple[bytes, bytes]]       # the client's, for replicas without a key of the router's
-    body: bytes
+    parts: list[bytes]                           # of the body
     request_id: bytes
     prompt: RoutedPrompt
     is_counted: bool = False
@@ -47,8 +42,8 @@ class ForwardedRequest:
     has_deadline: bool = False                   # a replica may refuse it for its own deadline
 
 
-def forwarded(scope: Scope, body: bytes, has_keys: bool) -> ForwardedRequest:
-    """Raises BadRequest if a POST's body is not a JSON object."""
+def forwarded(scope: Scope, parts: Sequence[bytes], facts: BodyFacts | None, has_keys: bool) -> ForwardedRequest:
+    """`facts`: None if it has no body, and asks for none."""
     given: list[tuple[bytes, bytes]] = scope["headers"]
     number = request_id(given) or secrets.token_hex(12).encode()
     headers = [each for each in given if each[0] in _PASSED]
@@ -56,58 +51,20 @@ def forwarded(scope: Scope, body: bytes, has_keys: bool) -> ForwardedRequest:
     keys = [] if has_keys else [each for each in given if each[0] in _KEYS]
     deadline = any(name == TTFT_HEADER for name, _ in given)
     path = scope["path"]
-    if scope["method"] == "GET":
-        return ForwardedRequest("GET", path, headers, keys, b"", number, RoutedPrompt(b"", 0, []))
-    check_size(body)
-    fields = fields_of(body)
-    values = last_values(body, fields, _ROUTED)
-    request = {name: _read(name, value) for name, value in values.items()}
-    counted = path in COUNTED_PATHS
-    added, hide = _additions(request, values, caller_of(scope).cache_salt if path in _SALTED else "", counted)
-    prompt = prompt_of(request, str(request.get("cache_salt") or ""))
+    if facts is None:
+        return ForwardedRequest("GET", path, headers, keys, [], number, RoutedPrompt(b"", 0, []))
+    counted, added = path in COUNTED_PATHS, dict[str, bytes]()
+    salt = caller_of(scope).cache_salt if path in _SALTED else ""
+    salt = f"{salt}:{facts.own_salt}" if salt and facts.own_salt else salt or facts.own_salt
+    if salt != facts.own_salt:                           # keys of the router share no cache: a hit's speed reveals prompts
+        added[SALT] = _encode(salt)
+    hide = counted and bool(facts.with_usage)
+    if hide:
+        added[OPTIONS] = facts.with_usage
+    body = changed(parts, changes(facts.places, added))
+    if sum(map(len, body)) <= LONG_BYTES:
+        body = [b"".join(body)]                          # one write
     return ForwardedRequest(
-        "POST", path, headers, keys, with_fields(body, fields, added) if added else body, number, prompt, counted, hide,
-        counted and is_exact(request), has_one_choice(request), deadline,
+        "POST", path, headers, keys, body, number, facts.prompt.routed(salt), counted, hide, counted and facts.is_exact,
+        facts.one_choice, deadline,
     )
-
-
-def _read(name: str, value: bytes) -> Any:
-    """A value that the router looks at. One that is no strict JSON, such as a text cut inside an emoji, goes on as it is: its
-    bytes still tell a prompt from others."""
-    try:
-        return _decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        text = value.decode("latin-1")
-        return [text] if name == "messages" else text
-
-
-def is_exact(request: dict[str, Any]) -> bool:
-    """Greedy or seeded, one answer, and nothing but its text."""
-    temperature, seed = request.get("temperature"), request.get("seed")
-    certain = (isinstance(temperature, int | float) and temperature == 0) or isinstance(seed, int)
-    return certain and has_one_choice(request) and not request.get("logprobs") and not request.get("return_token_ids")
-
-
-def has_one_choice(request: dict[str, Any]) -> bool:
-    prompt = request.get("prompt")
-    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    return (request.get("n") or 1) == 1 and not several
-
-
-def _additions(
-    request: dict[str, Any], values: dict[str, bytes], salt: str, counted: bool
-) -> tuple[dict[str, bytes], bool]:
-    """Fields to add or replace, and whether the usage must be hidden from the client. The request gets its salt."""
-    added: dict[str, bytes] = {}
-    if salt:                                             # keys of the router share no cache: a hit's speed reveals prompts
-        own = request.get("cache_salt")
-        request["cache_salt"] = f"{salt}:{own}" if isinstance(own, str) and own else salt
-        added["cache_salt"] = _encode(request["cache_salt"])
-    options = request.get("stream_options")
-    hide = False
-    if counted and request.get("stream") is True and (options is None or isinstance(options, dict)):
-        hide = not (options or {}).get("include_usage")
-        if hide:
-            asked = b"{}" if options is None else values["stream_options"]
-            added["stream_options"] = with_fields(asked, fields_of(asked), {"include_usage": b"true"})
-    return added, hide

@@ -6,6 +6,7 @@ matter. The model and the cache salt come first, because they separate what a pr
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +29,27 @@ def with_answer(prompt: RoutedPrompt, answer: str) -> list[int]:
     return chain_of(prompt.text + between + answer.encode(errors="surrogatepass"), prompt.root)
 
 
+class PromptText(msgspec.Struct):
+    """What a body says of its prompt, wherever the body is read: Python hashes texts differently in every process."""
+
+    text: bytes                      # as far as a prefix tree goes; a request may be open for minutes
+    num_unkept: int                  # bytes behind it
+    model: bytes                     # a digest of its name
+    most_output: int | None
+    is_chat: bool
+    streams: bool
+
+    def routed(self, salt: str) -> RoutedPrompt:
+        root = hash((self.model, salt))
+        chain = chain_of(self.text, root)
+        return RoutedPrompt(self.text, root, chain, self.most_output, self.is_chat, self.streams, self.num_unkept)
+
+
 def prompt_of(request: Mapping[str, Any], salt: str = "") -> RoutedPrompt:
+    return read_prompt(request).routed(salt)
+
+
+def read_prompt(request: Mapping[str, Any]) -> PromptText:
     """Of a decoded body, in any dialect. What is malformed gets some text, too: the replica will refuse it."""
     messages = request.get("messages")
     if isinstance(messages, list):
@@ -41,12 +62,12 @@ def prompt_of(request: Mapping[str, Any], salt: str = "") -> RoutedPrompt:
     else:
         given = request.get("prompt", request.get("input", request.get("text_1")))
         text = _content(given)
-    root = hash((str(request.get("model")), salt))
+    name = str(request.get("model")).encode(errors="surrogatepass")
     most = request.get("max_completion_tokens") or request.get("max_tokens")
-    limit = most if type(most) is int and most > 0 else None
-    streams = request.get("stream") is True
-    kept, chain = text[:MOST_BYTES], chain_of(text, root)    # a request may be open for minutes: its text is not kept twice
-    return RoutedPrompt(kept, root, chain, limit, isinstance(messages, list), streams, len(text) - len(kept))
+    limit = most if type(most) is int and 0 < most < 2**63 else None
+    model = hashlib.blake2b(name, digest_size=16).digest()
+    kept = text[:MOST_BYTES]
+    return PromptText(kept, len(text) - len(kept), model, limit, isinstance(messages, list), request.get("stream") is True)
 
 
 def _message(message: Any) -> bytes:

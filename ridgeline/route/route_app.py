@@ -15,6 +15,7 @@ from starlette.responses import RedirectResponse
 
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.errors import TimedOut, TryAgain
+from ridgeline.route.body_facts import read_facts
 from ridgeline.route.delivery import AnswerCut, Delivery
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import forwarded
@@ -36,6 +37,7 @@ from ridgeline.server.http.stream import (
     send_whole,
     while_connected,
 )
+from ridgeline.server.long_bodies import BodyReader, FewPerTurn
 from ridgeline.server.observe.dashboard import fleet_page
 from ridgeline.server.observe.prometheus import TEXT
 from ridgeline.version import __version__
@@ -45,13 +47,16 @@ FORWARDED = frozenset({
     "/v1/rerank", "/tokenize", "/detokenize",
 })
 MODELS = "/v1/models"
+NODES_PER_TURN = 2_000               # of prompts for which a replica is chosen: each is looked up and noted, in 2 microseconds
 _TIMEOUT = "the request took longer than request_timeout allows"
 
 
 class RouteApp:
-    def __init__(self, fleet: Fleet, has_keys: bool) -> None:
+    def __init__(self, fleet: Fleet, has_keys: bool, reader: BodyReader | None = None) -> None:
         self._fleet = fleet
         self._has_keys = has_keys
+        self._reader = reader or BodyReader()
+        self._turns = FewPerTurn(NODES_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
@@ -109,10 +114,14 @@ class RouteApp:
 
     async def _deliver(self, scope: Scope, body: Body, send: Send, deliveries: list[Delivery]) -> None:
         """`deliveries` gets the one that is made."""
-        # In a thread: to check and to decode 16 MB takes some tenths of a second, and health checks must not wait for that.
-        async with in_time(caller_of(scope).ends):
-            request = await away_if_long(body.size, lambda: forwarded(scope, body.data, self._has_keys))
-        body.parts = [request.body]                      # one copy, in case that it is sent again
+        caller, facts = caller_of(scope), None
+        async with in_time(caller.ends):
+            if scope["method"] == "POST":
+                facts = await self._reader.read(read_facts, None, caller, body)
+            hashed = len(facts.prompt.text) if facts is not None else 0
+            request = await away_if_long(hashed, lambda: forwarded(scope, body.parts, facts, self._has_keys))
+            await self._turns.turn(len(request.prompt.chain))
+        body.parts = request.parts                       # one copy, in case that it is sent again
         deliveries.append(Delivery(self._fleet, request, scope["headers"], send))
         await self._within(scope, deliveries[0])
 

@@ -14,9 +14,11 @@ from types import FrameType
 
 from ridgeline.engine.client.long_work import num_done
 from ridgeline.process.log import get_logger
+from ridgeline.route.body_facts import RESULTS
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.replica import keep_checking
 from ridgeline.route.route_app import RouteApp
+from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.event_loop import new_event_loop
 from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.gate import Gate
@@ -33,16 +35,19 @@ from ridgeline.server.lifecycle import (
     http_config,
     raise_file_limit,
 )
+from ridgeline.server.long_bodies import BodyReader, LongBodies
 
 logger = get_logger("route")
+
+FACTS_PROCESS = "ridgeline.route.facts_process"          # what reads long bodies
 
 
 class RouteServer(ListeningServer):
     """uvicorn with a graceful shutdown: no new requests, and time for the open ones."""
 
-    def __init__(self, fleet: Fleet, keys: Keys) -> None:
+    def __init__(self, fleet: Fleet, keys: Keys, reader: BodyReader) -> None:
         options = fleet.options.as_server()
-        guarded = HostGuard(RouteApp(fleet, len(keys) > 0), options, len(keys) > 0)
+        guarded = HostGuard(RouteApp(fleet, len(keys) > 0, reader), options, len(keys) > 0)
         super().__init__(http_config(Gate(guarded, options, keys), options), options.max_connections)
         self._fleet = fleet
 
@@ -70,7 +75,8 @@ class RouteServer(ListeningServer):
 
 async def serve(fleet: Fleet, keys: Keys, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     """Until a signal stops it."""
-    server = RouteServer(fleet, keys)
+    reader = LongBodies(RESULTS, bytes, ResponseStore(0, 0), FACTS_PROCESS)
+    server = RouteServer(fleet, keys, reader)
     asyncio.get_running_loop().set_exception_handler(NoFiles())
     for number in end_signals():
         signal.signal(number, server.handle_exit)
@@ -84,6 +90,7 @@ async def serve(fleet: Fleet, keys: Keys, listener: socket.socket, on_ready: Cal
     finally:
         for each in beside:
             each.cancel()
+        reader.close()
         fleet.close()
 
 

@@ -30,7 +30,7 @@ HIGH_WATER = 256 * 1024              # bytes that wait here for a slow client be
 MOST_HEAD = 256 * 1024               # bytes that come without any of a body: headers, trailers, chunk extensions
 MOST_HEADERS = 100                   # a client that gets more refuses the answer, and does not say whose fault it is
 _IN_PATHS = "/:@!$&'()*+,;=~"        # and letters, digits, "_.-": what a path has as it is
-PIECE = 256 * 1024                   # bytes of a body that are written at once: all of 16 MB would hold up the event loop
+PIECE = LONG_BYTES                   # of a body that are written at once: a replica that reads fast takes 10 MB in 30 ms
 
 
 class ReplicaFailure(Exception):
@@ -59,7 +59,7 @@ class Answer(asyncio.Protocol):
 
     # -- for the client ------------------------------------------------------------------------------------------------
 
-    async def send(self, head: bytes, body: bytes) -> None:
+    async def send(self, head: bytes, body: Sequence[bytes]) -> None:
         """The request, as fast as the replica reads it. One that answers before it has read all gets no more of it."""
         assert self._transport is not None
         self.status, self.headers, self.complete = 0, [], False
@@ -67,14 +67,16 @@ class Answer(asyncio.Protocol):
         self._waiting = self._unparsed = 0
         self._news.clear()
         self._parser = httptools.HttpResponseParser(self)
-        whole = memoryview(body)
-        self._transport.write(head + whole[:PIECE])
-        for place in range(PIECE, len(whole), PIECE):
+        views = (memoryview(part) for part in body)
+        pieces = [view[place : place + PIECE] for view in views for place in range(0, len(view), PIECE)]
+        self._transport.write(head + pieces[0] if pieces else head)
+        for piece in pieces[1:]:
+            await asyncio.sleep(0)                       # nothing below waits for a replica that reads as fast as this
             await self._writable.wait()
             if self._parsed_head or self._error:
                 self.reusable = False                    # it would take the next request for the rest of this one
                 return
-            self._transport.write(whole[place : place + PIECE])
+            self._transport.write(piece)
 
     def close(self) -> None:
         self.reusable = False
@@ -260,9 +262,9 @@ class Upstream:
         self._open: set[Answer] = set()                  # on which a request is answered
 
     @asynccontextmanager
-    async def ask(self, method: str, path: str, headers: Headers = (), body: bytes = b"") -> AsyncIterator[Answer]:
-        """The answer, with its head. Raises ReplicaFailure."""
-        connection = await self._answered(self._head_of(method, path, headers, body), body)
+    async def ask(self, method: str, path: str, headers: Headers = (), body: Sequence[bytes] = ()) -> AsyncIterator[Answer]:
+        """The answer, with its head. `body`: its parts. Raises ReplicaFailure."""
+        connection = await self._answered(self._head_of(method, path, headers, sum(map(len, body))), body)
         try:
             yield connection
         finally:
@@ -294,17 +296,17 @@ class Upstream:
             if each.unheard >= checks:
                 each.give_up(f"nothing came from it during {checks} checks that it did not answer")
 
-    def _head_of(self, method: str, path: str, headers: Headers, body: bytes) -> bytes:
+    def _head_of(self, method: str, path: str, headers: Headers, length: int) -> bytes:
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
         if self.key:
             lines.append(b"authorization: Bearer " + self.key + b"\r\n")
         if method != "GET":
-            lines.append(b"content-length: %d\r\n" % len(body))
+            lines.append(b"content-length: %d\r\n" % length)
         # A path comes decoded: what was %0D%0A in it would end the line, and begin a request with the router's own key.
         start = f"{method} {self._base}{quote(path, safe=_IN_PATHS)} HTTP/1.1\r\n".encode("ascii")
         return b"".join([start, self._head, *lines, b"\r\n"])
 
-    async def _answered(self, head: bytes, body: bytes) -> Answer:
+    async def _answered(self, head: bytes, body: Sequence[bytes]) -> Answer:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
@@ -343,7 +345,7 @@ class Upstream:
         )
         return connection
 
-    async def _exchange(self, connection: Answer, head: bytes, body: bytes) -> Answer:
+    async def _exchange(self, connection: Answer, head: bytes, body: Sequence[bytes]) -> Answer:
         connection.unheard = 0
         self._open.add(connection)
         try:

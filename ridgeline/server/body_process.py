@@ -1,16 +1,14 @@
 """The process that reads long bodies: `python -m ridgeline.server.body_process`, with frames on its standard streams.
 
 It runs the same functions as the server, with the same tokenizer and options, and has no engine and no keys. The first frame says
-what is served; each further one is a body, and its answer what the server needs of it. Started by server/long_bodies.
+what is served. Started by server/long_bodies, which has the loop around it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-import traceback
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,19 +17,15 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.processor import Processor
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.engine.ipc import Ready
-from ridgeline.errors import BadRequest, RidgelineError
+from ridgeline.errors import BadRequest
 from ridgeline.metrics import SPENT
-from ridgeline.process.framed_child import read_frame, write_frame
-from ridgeline.process.orphans import end_with_parent
-from ridgeline.process.platform import return_freed_memory
 from ridgeline.resolve import model_path
 from ridgeline.server.api.openai.embeddings import EmbeddingTokens, token_bytes
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore
 from ridgeline.server.api.prepared import Prepared
 from ridgeline.server.api.vllm.score import Pairs
 from ridgeline.server.body_work import FUNCTIONS
-from ridgeline.server.give_back import give_back_large_blocks
-from ridgeline.server.long_bodies import Broken, Made, Recalled, Reply, Task, Wanted, failure_of
+from ridgeline.server.long_bodies import Answers, Made, Recalled, Task, answer_bodies
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
@@ -94,20 +88,13 @@ class LentResponses(ResponseStore):
         return super().size_of(name, items, key)
 
 
-async def answered(service: Service, task: Task, body: bytes) -> Reply:
+async def answered(service: Service, task: Task, body: bytes) -> Made:
     began = SPENT["tokenising"]
     service.stored = LentResponses(service.options, task.recalled)
-    try:
-        made = await FUNCTIONS[task.function](service, Caller(key=task.key), body)
-        if isinstance(made, Prepared | EmbeddingTokens):
-            await asyncio.to_thread(tokenise, service, made)
-        as_bytes = await asyncio.to_thread(written, made)
-    except NeedsStored as needs:
-        return Wanted(needs.name, needs.items)
-    except RidgelineError as error:
-        return failure_of(error)
-    except Exception:                                    # a bug: the server logs it, and the next body is read all the same
-        return Broken(traceback.format_exc(limit=-8))
+    made = await FUNCTIONS[task.function](service, Caller(key=task.key), body)
+    if isinstance(made, Prepared | EmbeddingTokens):
+        await asyncio.to_thread(tokenise, service, made)
+    as_bytes = await asyncio.to_thread(written, made)
     is_answer = isinstance(made, bytes) or not isinstance(made, KEPT)
     return Made(as_bytes, is_answer, SPENT["tokenising"] - began)
 
@@ -136,29 +123,14 @@ def tokenise(service: Service, made: Prepared | EmbeddingTokens) -> None:
             made.prompts[place] = token_bytes(ids)
 
 
-def main() -> None:
-    end_with_parent(os.getppid())
-    give_back_large_blocks()
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    first = read_frame(source)
-    if first is None:
-        return
+def begin(first: bytes) -> Answers:
     settings = msgspec.msgpack.decode(first, type=Settings)
     llm = NoEngine(**settings.options)
     llm.read_as(settings)
     service = Service(llm, settings.server, settings.name)
     service.slots.limit = settings.slots
-    write_frame(target, b"")
-    with asyncio.Runner() as runner:
-        while (frame := read_frame(source)) is not None:
-            size = int.from_bytes(frame[:4], "little")
-            task = msgspec.msgpack.decode(frame[4 : 4 + size], type=Task)
-            reply = runner.run(answered(service, task, frame[4 + size :]))
-            del frame
-            write_frame(target, msgspec.msgpack.encode(reply))
-            del reply
-            return_freed_memory()
+    return partial(answered, service)
 
 
 if __name__ == "__main__":
-    main()
+    answer_bodies(begin)

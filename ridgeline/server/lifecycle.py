@@ -35,6 +35,7 @@ from ridgeline.server.event_loop import new_event_loop
 from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.accepting import Acceptor
 from ridgeline.server.http.connection_limits import LINGERING, PROBES_BEYOND, limited_protocol
+from ridgeline.server.http.error_bodies import all_in_use, refusal
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.idle_connections import make_room
@@ -124,7 +125,7 @@ class ListeningServer(uvicorn.Server):
         connections = state.connections
         return Acceptor(
             listener, make_protocol, config.ssl, lambda: self.most_connections - len(connections), lambda: make_room(connections),
-            PROBES_BEYOND,
+            PROBES_BEYOND, refusal(503, all_in_use(self.most_connections - LINGERING)),
         )
 
 

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
@@ -30,10 +33,13 @@ from ridgeline.engine.client.long_work import HUGE_WORK, LONG_BYTES, LongWork, a
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import RidgelineError, TryAgain
 from ridgeline.metrics import SPENT
-from ridgeline.process.framed_child import FramedChild, ask_another_if_stopped
+from ridgeline.process.framed_child import FramedChild, ask_another_if_stopped, read_frame, write_frame
 from ridgeline.process.log import get_logger
+from ridgeline.process.orphans import end_with_parent
+from ridgeline.process.platform import return_freed_memory
 from ridgeline.server import server_errors
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore, Stored
+from ridgeline.server.give_back import give_back_large_blocks
 from ridgeline.server.http.admission import Body
 
 logger = get_logger("server")
@@ -48,9 +54,10 @@ IDLE_SECONDS = 60.0                  # without a long body, until the process en
 FIRST_RETRY_SECONDS = 1.0            # after a start that failed; twice as long after each one more …
 LAST_RETRY_SECONDS = 60.0            # … up to this
 PIPE_BYTES = 2**20                   # in a pipe of 64 KB, a body of 16 MB would wait 256 times for the other process to run
-MODULE = "ridgeline.server.body_process"
+MODULE = "ridgeline.server.body_process"                 # a server's process; a router has another
 
 Reads = Callable[[Any, Caller, bytes], Awaitable[Any]]
+Answers = Callable[["Task", bytes], Awaitable["Made"]]
 
 
 class CannotStart(Exception):
@@ -211,10 +218,11 @@ class BodyReader:
 
 
 class ReadingProcess:
-    """One process that reads bodies, one after the other. `work`: the thread that asks it; `on_start` is called after each
-    start, also one that failed."""
+    """One process that reads bodies, one after the other. `module`: what it runs; `work`: the thread that asks it; `on_start` is
+    called after each start, also one that failed."""
 
-    def __init__(self, settings: Callable[[], bytes], work: LongWork, on_start: Callable[[], None]) -> None:
+    def __init__(self, module: str, settings: Callable[[], bytes], work: LongWork, on_start: Callable[[], None]) -> None:
+        self._module = module
         self._settings = settings
         self._work = work
         self._on_start = on_start
@@ -274,7 +282,7 @@ class ReadingProcess:
         if time.monotonic() < self._start_after:
             raise CannotStart
         try:
-            child = FramedChild(MODULE, stderr=subprocess.DEVNULL, pipe_bytes=PIPE_BYTES)
+            child = FramedChild(self._module, stderr=subprocess.DEVNULL, pipe_bytes=PIPE_BYTES)
             child.ask([self._settings()], ANSWER_SECONDS)
         except (OSError, EOFError) as error:             # no memory or file for it; it ended, or did not answer
             seconds = min(FIRST_RETRY_SECONDS * 2**self._failed_starts, LAST_RETRY_SECONDS)
@@ -314,12 +322,14 @@ class LongBodies(BodyReader):
     """Reads long bodies in processes. `results`: by name, the functions that may run there and the types of what they return;
     `settings`: what a process is told first; `stored`: the responses that a body may refer to."""
 
-    def __init__(self, results: Mapping[str, Any], settings: Callable[[], bytes], stored: ResponseStore) -> None:
+    def __init__(
+        self, results: Mapping[str, Any], settings: Callable[[], bytes], stored: ResponseStore, module: str = MODULE
+    ) -> None:
         super().__init__()
         self._decoders = {name: None if kind is bytes else msgspec.msgpack.Decoder(kind) for name, kind in results.items()}
         self._stored = stored
-        self.huge = ReadingProcess(settings, HUGE_WORK, self._note_start)        # for more than MANY_BYTES, recalled ones too
-        self.other = ReadingProcess(settings, LongWork(threads=1), self._note_start)
+        self.huge = ReadingProcess(module, settings, HUGE_WORK, self._note_start)    # for more than MANY_BYTES, recalled ones too
+        self.other = ReadingProcess(module, settings, LongWork(threads=1), self._note_start)
         self._note_start()
         self._alone = False                              # a long body is read here
 
@@ -371,3 +381,39 @@ class LongBodies(BodyReader):
     def close(self) -> None:
         self.huge.close()
         self.other.close()
+
+
+# -- in the process that is asked --------------------------------------------------------------------------------------
+
+
+def answer_bodies(begin: Callable[[bytes], Answers]) -> None:
+    """Answer frames on the standard streams until the asking process ends. `begin` is given the first frame, what is to be known
+    before, and makes what answers the others: bodies."""
+    end_with_parent(os.getppid())
+    give_back_large_blocks()
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    first = read_frame(source)
+    if first is None:
+        return
+    answers = begin(first)
+    write_frame(target, b"")
+    with asyncio.Runner() as runner:
+        while (frame := read_frame(source)) is not None:
+            size = int.from_bytes(frame[:4], "little")
+            task = msgspec.msgpack.decode(frame[4 : 4 + size], type=Task)
+            reply = runner.run(_reply(answers, task, frame[4 + size :]))
+            del frame
+            write_frame(target, msgspec.msgpack.encode(reply))
+            del reply
+            return_freed_memory()
+
+
+async def _reply(answers: Answers, task: Task, body: bytes) -> Reply:
+    try:
+        return await answers(task, body)
+    except NeedsStored as needs:
+        return Wanted(needs.name, needs.items)
+    except RidgelineError as error:
+        return failure_of(error)
+    except Exception:                                    # a bug: it is logged over there, and the next body is read all the same
+        return Broken(traceback.format_exc(limit=-8))

@@ -3,8 +3,8 @@
 Each connection holds little: a buffer of some KiB, and the rest of the answer that is being sent. But thousands of clients may
 ask and not read. So connections whose clients do not keep up are counted together with all that waits behind their buffers. While
 that is little, a client may take its time; above PATIENT_BYTES it must read at PACE, and above MOST_UNREAD some are closed at
-once. What is largest and waits longest is closed first. A client that reads nothing for WRITE_SECONDS is disconnected in any
-case. Knows transports, no requests.
+once. What would take longest, at the pace of its client so far, is closed first. A client that reads nothing for WRITE_SECONDS is
+disconnected in any case. Knows transports, no requests.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Unread:
 
     def _close(self, some: Iterable[Waiting], bound: int) -> None:
         now = self._clock()
-        for each in sorted(some, key=lambda each: each.num_bytes * (SPARE_SECONDS + now - each.since), reverse=True):
+        for each in sorted(some, key=lambda each: each.seconds_left(now), reverse=True):
             if self.num_bytes <= bound:
                 break
             self._give_up(each)
@@ -100,7 +100,7 @@ class Unread:
 class Waiting:
     """One connection, while its client keeps up and while it does not."""
 
-    __slots__ = ("_buffered", "_spare", "_taken", "_transport", "behind", "num_bytes", "sent", "since")
+    __slots__ = ("_buffered", "_read", "_spare", "_taken", "_transport", "_waited", "behind", "num_bytes", "sent", "since")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.behind: Callable[[], int] | None = None     # see BEHIND
@@ -111,6 +111,7 @@ class Waiting:
         self._buffered = 0                               # bytes, when it began to wait
         self._taken = 0                                  # of those that were sent before, by the system: as good as read
         self._spare = SPARE_SECONDS
+        self._read, self._waited = PACE * SPARE_SECONDS, SPARE_SECONDS   # bytes and seconds, as if a client had kept PACE before
 
     def begin(self, now: float) -> int:
         self.since, self._buffered, self.num_bytes = now, self._transport.get_write_buffer_size(), self.size()
@@ -120,13 +121,19 @@ class Waiting:
     def size(self) -> int:
         return self._transport.get_write_buffer_size() + (self.behind() if self.behind is not None else 0)
 
+    def seconds_left(self, now: float) -> float:
+        """Until all is read, at the pace of its client so far."""
+        return self.num_bytes * (self._waited + now - self.since) / self._read
+
     def is_late(self, now: float) -> bool:
         return now - self.since > self._spare
 
     def earn(self, now: float) -> None:
         """The buffer was read. A client that reads in drops uses up its seconds, although it never pauses for long."""
-        drained = max(0, self._buffered - self._transport.get_write_buffer_size())
-        self._spare = max(0.0, min(SPARE_SECONDS, self._spare - (now - self.since) + (self._taken + drained) / PACE))
+        read = self._taken + max(0, self._buffered - self._transport.get_write_buffer_size())
+        self._spare = max(0.0, min(SPARE_SECONDS, self._spare - (now - self.since) + read / PACE))
+        self._read += read
+        self._waited += now - self.since
         self.sent = 0
 
     def close(self) -> None:

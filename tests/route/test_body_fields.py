@@ -11,7 +11,8 @@ import pytest
 
 from ridgeline.errors import BadRequest
 from ridgeline.route import body_fields, forwarded_request
-from ridgeline.route.body_fields import fields_of, last_values, with_fields
+from ridgeline.route.body_facts import facts_of
+from ridgeline.route.body_fields import changed, changes, fields_of, last_values, places_of
 from ridgeline.route.forwarded_request import ForwardedRequest
 from ridgeline.server.http.json_size import PIECE
 
@@ -22,7 +23,8 @@ ASKED = b'"stream_options":{"include_usage":true}'
 
 def sent(body: bytes, monkeypatch: pytest.MonkeyPatch, salt: str = "") -> ForwardedRequest:
     monkeypatch.setattr(forwarded_request, "caller_of", lambda scope: SimpleNamespace(cache_salt=salt))
-    return forwarded_request.forwarded({"method": "POST", "path": "/v1/chat/completions", "headers": []}, body, True)
+    scope = {"method": "POST", "path": "/v1/chat/completions", "headers": []}
+    return forwarded_request.forwarded(scope, [body], facts_of(body), True)
 
 
 @pytest.mark.parametrize("odd", [
@@ -34,7 +36,7 @@ def sent(body: bytes, monkeypatch: pytest.MonkeyPatch, salt: str = "") -> Forwar
 def test_all_that_is_not_routed_by_keeps_its_bytes(odd: bytes, stream: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     body = b" {" + stream + odd + b"," + SAID + b"}\n"
     request = sent(body, monkeypatch)
-    assert request.body == (body[:-2] + b"," + ASKED + b"}\n" if stream else body)
+    assert request.parts == [body[:-2] + b"," + ASKED + b"}\n" if stream else body]
     assert request.prompt.is_chat and request.prompt.text == b"\x1euser\x1fhello" and request.hide_usage == bool(stream)
 
 
@@ -49,13 +51,13 @@ def test_a_field_that_the_client_gave_is_set_where_it_is(
     given: bytes, made: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = sent(b"{" + STREAM + given + b"," + SAID + b"}", monkeypatch)
-    assert request.body == b"{" + STREAM + made + b"," + SAID + b"}" and request.hide_usage
+    assert request.parts == [b"{" + STREAM + made + b"," + SAID + b"}"] and request.hide_usage
 
 
 def test_no_second_name_and_no_spelling_escapes_the_salt_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that stayed would tell a client what others have in the cache."""
     body = b'{"cache_salt":"theirs","x":NaN,"cache\\u005fsalt":null,' + SAID + b',"c\\u0061che_salt":"\\ud83d"}'
-    made = sent(body, monkeypatch, "S").body
+    (made,) = sent(body, monkeypatch, "S").parts
     values = [value for name, value in json.loads(made, object_pairs_hook=list) if name == "cache_salt"]
     assert len(values) == 3 and all(value.startswith("S:") for value in values)
 
@@ -82,8 +84,17 @@ def test_fields_are_set_or_added(body: bytes) -> None:
     fields = fields_of(body)
     expected = json.loads(body)
     assert {name: json.loads(value) for name, value in last_values(body, fields, expected).items()} == expected
-    made = with_fields(body, fields, {"a": b"[7]", "c": b"null"})
-    assert json.loads(made) == expected | {"a": [7], "c": None}
+    made = changes(places_of(body, fields, "ac"), {"a": b"[7]", "c": b"null"})
+    assert json.loads(b"".join(changed([body], made))) == expected | {"a": [7], "c": None}
+
+
+def test_a_body_is_changed_in_its_parts_wherever_they_end() -> None:
+    body = b'{"a":1,"b":"xyz","a":[2,3]}'
+    made = changes(places_of(body, fields_of(body), "ac"), {"a": b"[7]", "c": b"null"})
+    for size in range(1, len(body) + 1):
+        parts = [body[place : place + size] for place in range(0, len(body), size)]
+        assert b"".join(changed(parts, made)) == b'{"a":[7],"b":"xyz","a":[7],"c":null}'
+        assert all(new is old for new, old in zip(changed(parts, []), parts, strict=True))
 
 
 @pytest.mark.parametrize("depth", range(1, 3 * body_fields._AT_ONCE))

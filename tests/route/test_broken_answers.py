@@ -210,7 +210,7 @@ def test_a_replica_that_refuses_a_body_before_its_end_and_closes_is_heard(monkey
         connection = upstream.Answer()
         port = listener.getsockname()[1]
         await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port)
-        await connection.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % 2**24, b"x" * 2**24)
+        await connection.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % 2**24, [b"x" * 2**24])
         for _ in range(10):
             await asyncio.sleep(0)
         assert connection.status == 413 and await connection.body(100) == b"no" and not connection.reusable

@@ -19,6 +19,7 @@ from ridgeline.route.route_process import RouteServer
 from ridgeline.route.upstream import Upstream
 from ridgeline.server.http.admission import Body
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.long_bodies import BodyReader
 
 BODY = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
@@ -70,7 +71,7 @@ def test_the_drain_waits_for_a_body_that_arrives() -> None:
 
         reading = asyncio.create_task(Body(fleet.bodies).read(receive))
         await asyncio.sleep(0)
-        drained = asyncio.create_task(RouteServer(fleet, Keys())._drain())
+        drained = asyncio.create_task(RouteServer(fleet, Keys(), BodyReader())._drain())
         for _ in range(10):
             await asyncio.sleep(0)
         assert fleet.num_open == 1 and not drained.done()

@@ -82,6 +82,21 @@ def test_when_much_waits_those_that_pause_are_closed_the_largest_first_until_lit
     assert all(each.closed for each in large) and not late.closed and not any(each.closed for each in small)
 
 
+def test_above_the_bound_a_client_that_reads_fast_keeps_its_long_answer() -> None:
+    """Whatever their pace, the largest was closed first: a client that would have had it in a second, beside others that made
+    all wait for a minute."""
+    account = Account()
+    slow = [account.add(64 * KIB, 20 * MIB)[0] for _ in range(2)]
+    fast, waiting = account.add(64 * KIB, 50 * MIB)
+    for _ in range(10):                                  # 60 MiB in a second
+        account.now += 0.1
+        account.unread.end(waiting)
+        waiting.sent = 64 * KIB + 6 * MIB
+        account.unread.begin(waiting)
+    last = account.add(64 * KIB, 20 * MIB)[0]
+    assert [each.closed for each in (*slow, fast, last)] == [True, True, False, False]
+
+
 def test_many_small_answers_are_as_much_as_a_large_one() -> None:
     account = Account()
     transports = [account.add(64 * KIB)[0] for _ in range(100)]

@@ -4,7 +4,7 @@ The system hands connections out in the order in which they came, and a transpor
 connections of one client, a health check would wait for all of them. So a connection begins when its first bytes are here: a
 silent one costs a file descriptor, and is the first to be closed when there is no room. A health check begins at once, before all
 that wait; a flood of them leaves one place of each turn to the other connections. What begins like a health check and does not
-end waits with the others. Knows sockets and the first bytes on them, no HTTP.
+end waits with the others. A connection for which there is no room is told so. Knows sockets and the first bytes on them, no HTTP.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PROBES_AHEAD = 2                     # health checks that begin at once, per loo
 RETRY_SECONDS = 1.0                  # when the system has no file descriptor left
 SILENT_SECONDS = 10.0                # after which a connection without a byte is closed; the same for a handshake
 PROBES = (b"GET /health", b"HEAD /health", b"GET /ping")
+LAST_READ = 2**16                    # of a connection that is refused: with bytes unread it would be reset, and hear nothing
 PROBE_BYTES, PROBE_END = 1024, b"\r\n\r\n"     # all of it is here: to wait for the rest of thousands would delay real ones
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -110,11 +111,12 @@ class SilentConnections:
 
 class Acceptor:
     """For one listening socket. `room`: how many more connections there may be, beside those that wait here, and `probes_beyond`
-    with health checks; `make_room` closes some that are idle."""
+    with health checks; `make_room` closes some that are idle. `refusal`: what a client is told for whom there is no room."""
 
     def __init__(
         self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None,
         room: Callable[[], int], make_room: Callable[[], int] = lambda: 0, probes_beyond: int = 0,
+        refusal: bytes = b"",
     ) -> None:
         self._listener = listener
         self._make_protocol = make_protocol
@@ -122,6 +124,7 @@ class Acceptor:
         self._room = room
         self._make_room = make_room
         self._probes_beyond = probes_beyond
+        self._refusal = refusal if tls is None else b""
         self._loop = asyncio.get_running_loop()
         self._silent = SilentConnections(self._loop, self._sort)
         self._probes: deque[socket.socket] = deque()     # the oldest first, as below
@@ -178,8 +181,10 @@ class Acceptor:
         least = 0 if first and not is_probe else -self._probes_beyond
         if first:
             self._make_room_for_one(least, is_probe)
-        if first == b"" or self._free <= least:
-            connection.close()                           # its client has left, or there is no room
+        if first == b"":
+            connection.close()                           # its client has left
+        elif self._free <= least:
+            self._refuse(connection)
         elif first is None:
             self._silent.add(connection)
         else:
@@ -202,7 +207,14 @@ class Acceptor:
         while self._silent and self._free <= least:
             self._silent.close_oldest()
         if is_probe and self._others and self._free <= least:
-            self._others.pop().close()
+            self._refuse(self._others.pop())
+
+    def _refuse(self, connection: socket.socket) -> None:
+        """Also one that has not spoken: most clients read what came before the reset that their request gets."""
+        with suppress(OSError):
+            connection.send(self._refusal)
+            connection.recv(LAST_READ)
+        connection.close()
 
     def _end_handshakes(self) -> int:
         """End some that have taken longest. How many."""

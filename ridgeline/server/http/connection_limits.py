@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ridgeline.server.answer_writes import CountedAnswer, DirectWrites, LastAnswer
 from ridgeline.server.event_loop import FrontEndLoop
-from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.error_bodies import all_in_use, refusal
 from ridgeline.server.http.idle_connections import make_room
 from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_bytes, has_left
 from ridgeline.server.http.stream import DIRECT
@@ -37,7 +37,7 @@ LINGER_SECONDS = 1.0                 # for a refused client to read the error be
 FIRST_READ_SECONDS = 0.1             # from the connection to the first read of bytes that came with it, on a busy machine
 LEFT_SECONDS = 1.0                   # how often a connection that is not read is asked whether its client has left
 SILENT_SECONDS = 3.0                 # without a byte of a body, after which its connection may give way to others
-LINGERING = 8                        # connections beyond the limit that are sent an error; others are closed at once
+LINGERING = 8                        # connections beyond the limit that may ask for health; others are refused unheard
 PROBES_BEYOND = 2                    # and beyond these, connections on which a health check came
 PROBED = (b"/health", b"/ping")      # what a health check asks for
 READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, as asyncio does, of a thousand are a flood
@@ -314,7 +314,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")
         most = self.options.max_connections
         if self._is_beyond and len(self.connections) > most and not self.url.startswith(PROBED):
-            self._stop(503, f"all {most} connections of this server are in use; try again later")
+            self._stop(503, all_in_use(most))
         self._expect_within(BODY_SECONDS)
         self._arriving.heard = self.loop.time()
         self._arriving.in_body = True
@@ -478,11 +478,7 @@ class LimitedProtocol(HttpToolsProtocol):
         assert self._limit is not None
         status, own = self._limit.status, self._own_cycle()
         if own is None or not own.response_started:
-            kind = "overloaded_error" if status == 503 else "invalid_request_error"
-            body = body_for(self._path(), self.headers or (), status, error_body(str(self._limit), kind))
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            retry = b"retry-after: 1\r\n" if status == 503 else b""
-            self.transport.write(STATUS_LINE[status] + retry + head + body)
+            self.transport.write(refusal(status, str(self._limit), self._path(), self.headers or ()))
         if own is not None and not own.response_complete:
             end_request(own)
         # Closing with unread bytes would reset the connection, and the client might not see the error.

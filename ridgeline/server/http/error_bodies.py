@@ -7,6 +7,7 @@ by path and headers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -66,3 +67,16 @@ def body_for(path: str, headers: Iterable[tuple[bytes, bytes]], status: int, ope
     if path.startswith(OLLAMA_PATH):
         return ollama_body(openai_body)
     return anthropic_body(status, openai_body) if is_anthropic(path, headers) else openai_body
+
+
+def refusal(status: int, message: str, path: str = "", headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """All of an answer to a request that no application sees."""
+    kind = "overloaded_error" if status == 503 else "invalid_request_error"
+    body = body_for(path, headers, status, error_body(message, kind))
+    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    first = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+    return first + (b"retry-after: 1\r\n" if status == 503 else b"") + head + body
+
+
+def all_in_use(most: int) -> str:
+    return f"all {most} connections of this server are in use; try again later"

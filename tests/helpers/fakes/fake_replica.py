@@ -18,6 +18,7 @@ from ridgeline.route.route_app import RouteApp
 from ridgeline.route.route_options import RouteOptions
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.long_bodies import BodyReader
 
 
 @dataclass
@@ -206,11 +207,12 @@ class Router:
     """The app of `ridgeline route`, without its process. `seconds` is its clock."""
 
     def __init__(
-        self, *replicas: FakeReplica, keys: tuple[str, ...] = (), replica_keys: tuple[str, ...] = (), **options: Any
+        self, *replicas: FakeReplica, keys: tuple[str, ...] = (), replica_keys: tuple[str, ...] = (),
+        reader: BodyReader | None = None, **options: Any,
     ) -> None:
         self.seconds = 0.0
         self.fleet = Fleet([each.url for each in replicas], RouteOptions(**options), replica_keys, lambda: self.seconds)
-        self.app = Gate(RouteApp(self.fleet, bool(keys)), self.fleet.options.as_server(), Keys(keys))
+        self.app = Gate(RouteApp(self.fleet, bool(keys), reader), self.fleet.options.as_server(), Keys(keys))
 
     def start(self, body: dict[str, Any] | None = None, path: str = "/v1/chat/completions", **headers: str) -> Call:
         return Call(self, path, body, {name.replace("_", "-"): value for name, value in headers.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import select
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -43,13 +44,15 @@ def connect(listener: socket.socket, count: int, text: bytes) -> list[socket.soc
     return made
 
 
-def accepted(listener: socket.socket, until: Callable[[list[bytes], Acceptor], bool], room: int = 10**6) -> list[bytes]:
+def accepted(
+    listener: socket.socket, until: Callable[[list[bytes], Acceptor], bool], room: int = 10**6, refusal: bytes = b"",
+) -> list[bytes]:
     """The first bytes of the connections that began before `until`."""
     begun: list[bytes] = []
 
     async def run() -> None:
         kind = type("Seen", (Seen,), {"begun": begun})
-        acceptor = Acceptor(listener, kind, None, lambda: room - len(begun))
+        acceptor = Acceptor(listener, kind, None, lambda: room - len(begun), refusal=refusal)
         try:
             async with asyncio.timeout(120):
                 while not until(begun, acceptor):
@@ -132,6 +135,19 @@ def test_without_room_a_connection_is_closed(listener: socket.socket) -> None:
     clients = connect(listener, 4, b"a")
     begun = accepted(listener, lambda begun, _: len(begun) == 2 and all(_is_closed(each) for each in clients[2:]), room=2)
     assert begun == [b"a", b"a"]
+
+
+@pytest.mark.parametrize("text", [b"POST / HTTP/1.1\r\n" + b"x" * 5000, b""], ids=["spoken", "silent"])
+def test_who_finds_no_room_is_told_so(listener: socket.socket, text: bytes) -> None:
+    """Closed with its bytes unread, a connection was reset: small requests to a full server got no 503."""
+    clients = connect(listener, 3, text)
+    accepted(listener, lambda *_: all(map(_has_bytes, clients)), room=0, refusal=b"no room")
+    for each in clients:
+        assert each.recv(100) == b"no room" and each.recv(100) == b""
+
+
+def _has_bytes(client: socket.socket) -> bool:
+    return bool(select.select([client], [], [], 0)[0])
 
 
 def test_the_oldest_unfinished_handshakes_give_way(listener: socket.socket) -> None:
