@@ -8,7 +8,7 @@ the memory of a single call (rows at multiples of 16 bytes) stays with the ops: 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ridgeline.ops.linear.select import (
@@ -275,12 +275,15 @@ def _chosen(format: str, rows: int, outputs: int, inputs: int, gated: bool, devi
     return next(Choice(kernel.name, made, kernel.fuses_norm) for kernel, made in found if made is not None)
 
 
-def bands(format: str, outputs: int, inputs: int, gated: bool, device: DeviceFacts) -> Iterator[tuple[int, int, str]]:
-    """(first rows, last rows, kernel), from one row to MANY_ROWS, which stands for more."""
+@functools.cache
+def bands(format: str, outputs: int, inputs: int, gated: bool, device: DeviceFacts) -> tuple[tuple[int, int, str], ...]:
+    """(first rows, last rows, kernel), from one row to MANY_ROWS, which stands for more. Kept: all layers have the same few
+    matrices, and a plan asks for a model hundreds of times."""
+    found = []
     first, name = 1, choose(format, 1, outputs, inputs, gated, device).kernel
     for rows in range(2, MANY_ROWS + 1):
         following = choose(format, rows, outputs, inputs, gated, device).kernel
         if following != name:
-            yield first, rows - 1, name
+            found.append((first, rows - 1, name))
             first, name = rows, following
-    yield first, MANY_ROWS, name
+    return *found, (first, MANY_ROWS, name)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ridgeline.bench.lab.kernel_bands import MATRICES, kernel_rows
+from ridgeline.ops import kernel_table
 from ridgeline.ops.hopper import has_block_scales
 from ridgeline.ops.kernel_table import CPU, H200, KERNELS, MANY_ROWS, DeviceFacts, bands, choose
 
@@ -21,7 +22,7 @@ GLUON = {"ring_gemv", "ring_gemm", "wide_gemm", "codes_gemv", "byte_gemv", "pack
 @pytest.mark.parametrize("device", [H200, A100, INTERPRETED, CPU], ids=["h200", "a100", "interpreter", "cpu"])
 def test_every_call_has_a_kernel(format: str, device: DeviceFacts) -> None:
     for outputs, inputs, gated in [*MATRICES.values(), (48, 100, False), (7, 37, False)]:
-        served = list(bands(format, outputs, inputs, gated, device))
+        served = bands(format, outputs, inputs, gated, device)
         assert served[0][0] == 1 and served[-1][1] == MANY_ROWS
         assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(served))
         if not device.gluon:
@@ -36,6 +37,12 @@ def test_only_kernels_of_one_row_fuse_the_norm() -> None:
 
 def test_rows_beyond_the_table_take_the_last_kernel_and_grow_no_cache() -> None:
     assert choose("16-bit", 5000, 14336, 4096, True, H200) is choose("16-bit", 8192, 14336, 4096, True, H200)
+
+
+def test_a_matrix_is_looked_up_once_for_all_layers_and_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = bands("int8-row", 4096, 4096, False, H200)
+    monkeypatch.setattr(kernel_table, "choose", None)
+    assert bands("int8-row", 4096, 4096, False, H200) is served
 
 
 def test_blocks_that_a_part_cuts_have_no_tiles_of_128_outputs() -> None:

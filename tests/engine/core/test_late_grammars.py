@@ -4,7 +4,6 @@ are made once it is. Answers are those without drafts."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("late grammars") / "tiny")
 
 
-def asked(temperature: float) -> list[SamplingParams]:
+def asked(temperature: float, penalised: bool = False) -> list[SamplingParams]:
     """Three in four with a grammar. The prediction is wrong from somewhere on."""
     prediction = '{"identifier": 12, "description": "x", "colour": "red"}'
     common: dict[str, Any] = {"temperature": temperature, "max_tokens": 60, "prediction": prediction}
@@ -54,12 +53,26 @@ def asked(temperature: float) -> list[SamplingParams]:
         SamplingParams(seed=5, structured_outputs=StructuredOutputs(regex=r"(GET|PUT) /index\.html\?q=[0-9]{2}"), **common),
         SamplingParams(seed=6, ignore_eos=True, logprobs=1, **common), SamplingParams(seed=7, **common),
         SamplingParams(seed=8, structured_outputs=schema, **common),
+        *[SamplingParams(seed=9, structured_outputs=schema, presence_penalty=0.5, max_tokens=60)] * penalised,
     ]
 
 
-def said(llm: LLM, params: list[SamplingParams]) -> list[Any]:
+Said = list[Any]
+Expected = dict[tuple[float, bool], Said]                 # by temperature, and whether one more has a penalty
+
+
+def said(llm: LLM, params: list[SamplingParams]) -> Said:
     outputs = llm.generate(["Hello"] * len(params), params, use_tqdm=False)
     return [(each.outputs[0].token_ids, each.outputs[0].finish_reason, str(each.outputs[0].logprobs)) for each in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Expected:
+    """What an engine without drafts says. No fixture of a single test has changed it: those are set up later."""
+    off = LLM(model, **OPTIONS)
+    found = {kind: said(off, asked(*kind)) for kind in ((0.0, False), (1.0, False), (1.0, True))}
+    off.close()
+    return found
 
 
 @pytest.fixture
@@ -104,32 +117,26 @@ class _Sent:
 @pytest.mark.parametrize("methods", METHODS, ids=lambda each: each[0])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_those_without_drafts(
-    model: Path, temperature: float, methods: list[str], corrected: list[bool]
+    model: Path, expected: Expected, temperature: float, methods: list[str], corrected: list[bool]
 ) -> None:
-    _compare(model, temperature, methods, corrected, lambda: None)
+    _compare(model, expected, temperature, methods, corrected)
 
 
 @pytest.mark.parametrize("methods", METHODS, ids=lambda each: each[0])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_kernels_that_verify_alone_give_the_same_answers(
-    model: Path, temperature: float, methods: list[str], corrected: list[bool], straight: list[int]
+    model: Path, expected: Expected, temperature: float, methods: list[str], corrected: list[bool], straight: list[int]
 ) -> None:
-    _compare(model, temperature, methods, corrected, straight.clear)
+    _compare(model, expected, temperature, methods, corrected)
     assert max(straight) > 8
 
 
-def _compare(
-    model: Path, temperature: float, methods: list[str], corrected: list[bool], between: Callable[[], None]
-) -> None:
+def _compare(model: Path, expected: Expected, temperature: float, methods: list[str], corrected: list[bool]) -> None:
     """With "grammar", steps wait for the newest tokens, and without they are launched behind drafts in flight."""
-    off = LLM(model, **OPTIONS)
-    expected = said(off, asked(temperature))
-    off.close()
-    between()
     given = json.dumps({"method": methods, "num_speculative_tokens": 8, "adaptive": False})
     on = LLM(model, speculative_config=given, async_scheduling=True, **OPTIONS)
     drafter = on.core.scheduler.drafter
-    assert said(on, asked(temperature)) == expected
+    assert said(on, asked(temperature)) == expected[temperature, False]
     assert isinstance(drafter, Controller) and drafter.counters.draft_tokens > drafter.counters.accepted_tokens > 40
     assert len(corrected) > 20                           # steps behind drafts in flight
     on.close()
@@ -191,21 +198,14 @@ def test_masks_are_begun_before_a_launch_and_survive_an_abort(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_ranks_verify_drafts_under_grammars(model: Path, overlap: bool) -> None:
+def test_ranks_verify_drafts_under_grammars(model: Path, expected: Expected, overlap: bool) -> None:
     """Only the first rank has masks. The others must broadcast as often, and as much: else they wait for ever, or die."""
-    asked_here = asked(1.0)
-    schema = asked_here[0].structured_outputs
-    asked_here.append(SamplingParams(seed=9, structured_outputs=schema, presence_penalty=0.5, max_tokens=60))
-    expected = _tokens(LLM(model, **OPTIONS), asked_here)
     given = json.dumps({"method": ["grammar", "prediction", "ngram"], "num_speculative_tokens": 8, "adaptive": False})
     on = LLM(model, tensor_parallel_size=2, speculative_config=given, async_scheduling=overlap, **OPTIONS)
     drafter = on.core.scheduler.drafter
-    assert _tokens(on, asked_here) == expected
-    assert isinstance(drafter, Controller) and drafter.counters.draft_tokens > drafter.counters.accepted_tokens > 40
-
-
-def _tokens(llm: LLM, params: list[SamplingParams]) -> list[Any]:
     try:
-        return [each[:2] for each in said(llm, params)]
+        answers = said(on, asked(1.0, penalised=True))
     finally:
-        llm.close()
+        on.close()
+    assert [each[:2] for each in answers] == [each[:2] for each in expected[1.0, True]]
+    assert isinstance(drafter, Controller) and drafter.counters.draft_tokens > drafter.counters.accepted_tokens > 40
