@@ -146,6 +146,11 @@ class ExpertRule:
     mixer: bool = False              # weights among experts with logits near the best one's (router_jitter_noise says how near)
 
 
+def without(*names: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """A `reworded` that takes away fields which a family does not have, and which are nothing to transformers."""
+    return lambda raw: {name: value for name, value in raw.items() if name not in names}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     name: str
