@@ -73,6 +73,13 @@ PREFIXES = {
     "language_model.": "", "model.language_model.": "model.",
     "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
 }
+
+
+def saved_alone(base: str, *modules: str) -> dict[str, str]:
+    """PREFIXES of a family whose class without a head leaves `base` out of these modules' names."""
+    return PREFIXES | {f"{module}.": f"{base}.{module}." for module in modules}
+
+
 # … and of checkpoints that also see images, or hear: their language model is served, the rest is left in the file.
 TEXT_PREFIXES = {
     "language_model.model.model.": "model.",             # as transformers 5 saves those that hear

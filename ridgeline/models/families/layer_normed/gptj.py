@@ -3,7 +3,7 @@ same, with q, v and k of every fourth of the heads together."""
 
 from dataclasses import replace
 
-from ridgeline.models.family import UNUSED_TENSORS, Family, without
+from ridgeline.models.family import UNUSED_TENSORS, Family, saved_alone, without
 
 GPTJ = Family(
     name="gptj",
@@ -33,6 +33,7 @@ GPTJ = Family(
         "transformer.ln_f": "norm",
         "lm_head": "head",
     },
+    prefixes=saved_alone("transformer", "wte", "h", "ln_f"),
     ignored=(*UNUSED_TENSORS, r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),       # masks
 )
 
