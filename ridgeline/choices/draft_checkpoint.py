@@ -53,6 +53,8 @@ def draft_checkpoint(
         raise ConfigError(f"{_OPTION} cannot work with this model: all its layers have a window, and blocks behind it are freed")
     where = locate(asked.model)
     found = load_model_config(where)
+    if found.headless:
+        raise ConfigError(f"{_OPTION} needs a head of a language model, and {where} has none: it gives vectors, not text")
     ranks = config.parallel.tensor_parallel_size
     check_quantization(found, "none", device, dtype, ranks, config.execution.deterministic, {})
     _check_vocabulary(Path(config.model.tokenizer) if config.model.tokenizer else path, model, where, found)

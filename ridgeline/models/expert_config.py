@@ -82,9 +82,13 @@ def _zipf_chances(count: int, used: int, spread: float) -> tuple[float, ...]:
     return above(low)
 
 
-def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
-    """From config.json, as Mixtral, Qwen, OLMoE, Granite, DeepSeek and gpt-oss spell it."""
+def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts | None:
+    """From config.json, as Mixtral, Qwen, OLMoE, Granite, DeepSeek and gpt-oss spell it. None: every layer has a plain MLP."""
+    dense = _dense_layers(fields, layers)
+    return None if len(dense) == layers else _mixture(fields, rule, dense)
 
+
+def _mixture(fields: Fields, rule: ExpertRule, dense: tuple[int, ...]) -> Experts:
     def first_of(*names: str, default: int | None = None) -> int:
         for name in names:
             if fields.get(name):
@@ -103,9 +107,9 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
     width = first_of("moe_intermediate_size", default=whole)
     shared_count = first_of("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", default=0)
     shared = first_of("shared_expert_intermediate_size", "shared_intermediate_size", default=shared_count * width)
-    dense = _dense_layers(fields, layers)
-    if width < 1 or len(dense) >= layers or (dense and not whole):
-        raise ModelError(f"{fields.where}: experts of width {width} in {layers - len(dense)} of {layers} layers cannot be")
+    for name, given in {"moe_intermediate_size": width, "intermediate_size": whole or not dense}.items():
+        if not given:
+            raise ModelError(f"{fields.where}: {name} is missing")
     # A field of our own, for benchmarks: a checkpoint would lack the bias. Dummy weights have a standard deviation of 0.02.
     zipf = 0.02 * math.sqrt(first_of("hidden_size")) if fields.get("dummy_routing") == "zipf" else 0.0
     return Experts(
@@ -133,8 +137,8 @@ def gguf_score(fields: Fields, key: Callable[[str], str]) -> str | None:
     return GGUF_SCORES[number] if number else ""
 
 
-def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[str], str]) -> Experts:
-    """From a GGUF file's metadata."""
+def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[str], str]) -> Experts | None:
+    """From a GGUF file's metadata. None: every layer has a plain MLP."""
     count, used = fields.integer(key("expert_count"), maximum=MAX_EXPERTS), fields.integer(key("expert_used_count"))
     whole = fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE)
     width = fields.integer(key("expert_feed_forward_length"), whole, maximum=MAX_INTERMEDIATE)
@@ -143,8 +147,10 @@ def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[s
     first = fields.integer(key("leading_dense_block_count"), 0, minimum=0)
     step = fields.integer(key("interleave_moe_layer_step"), 1)           # ERNIE's
     dense = tuple(layer for layer in range(layers) if layer < first or (layer + 1) % step)
-    if used > count or len(dense) >= layers:
-        raise ModelError(f"{fields.where}: {used} of {count} experts in {layers - len(dense)} of {layers} layers cannot be")
+    if len(dense) == layers:
+        return None
+    if used > count:
+        raise ModelError(f"{fields.where}: {key('expert_used_count')} {used} of {count} experts cannot be")
     return Experts(
         count, used, width, shared, dense, whole if dense else 0, _gguf_routing(fields, rule, count, key),
         rule.shared_gate and shared > 0, rule.router_bias, rule.bias,

@@ -73,6 +73,13 @@ PREFIXES = {
     "language_model.": "", "model.language_model.": "model.",
     "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
 }
+
+
+def saved_alone(base: str, *modules: str) -> dict[str, str]:
+    """PREFIXES of a family whose class without a head leaves `base` out of these modules' names."""
+    return PREFIXES | {f"{module}.": f"{base}.{module}." for module in modules}
+
+
 # … and of checkpoints that also see images, or hear: their language model is served, the rest is left in the file.
 TEXT_PREFIXES = {
     "language_model.model.model.": "model.",             # as transformers 5 saves those that hear
@@ -144,6 +151,11 @@ class ExpertRule:
     clamped: bool = False            # gate and up are clamped, as in gpt-oss
     scales_input: bool = False       # the weight of an expert multiplies its input, not its result
     mixer: bool = False              # weights among experts with logits near the best one's (router_jitter_noise says how near)
+
+
+def without(*names: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """A `reworded` that takes away fields which a family does not have, and which are nothing to transformers."""
+    return lambda raw: {name: value for name, value in raw.items() if name not in names}
 
 
 @dataclass(frozen=True, kw_only=True)

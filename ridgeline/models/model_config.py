@@ -36,7 +36,7 @@ from ridgeline.models.config_fields import (
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, language_model
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
-from ridgeline.models.families.all_families import declared_family, gguf_family
+from ridgeline.models.families.all_families import declared_family, gguf_family, is_headless, stores_head
 from ridgeline.models.family import GGUF_SECOND_NORM, Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
@@ -118,6 +118,7 @@ class ModelConfig:
     first_position: int = 0          # … after this many rows that are not used
     qkv_clip: float | None = None    # limits q, k and v
     inner_norms: bool = False        # norms before the output matrices of attention and MLP
+    headless: bool = False           # gives vectors alone: the checkpoint has no head, and the embedding stands in its place
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -318,6 +319,7 @@ def hf_model_config(
     windows = windows_that_hide(windows, max_position)
     experts = read_experts(fields, family.experts, num_layers) if family.experts is not None else None
     headers = {} if directory is None else safetensors_headers(directory)
+    head = _head(fields, family, headers, text is not None)
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
@@ -331,7 +333,6 @@ def hf_model_config(
         rms_norm_eps=fields.number("rms_norm_eps"),
         dtype=read_dtype(fields),
         eos_token_ids=ends,
-        tied=_tied(fields, family, headers if text is not None or fields.raw.get("tie_word_embeddings") is None else {}),
         activation=read_activation(fields, family),
         norm_offset=family.norm_offset,
         **read_softcaps(fields, family),
@@ -342,28 +343,29 @@ def hf_model_config(
         quantisation=read_quantisation(raw, where, directory, headers),
         stored=other_dtypes(headers, read_dtype(fields)),
         latent=latent,
-        **_scales(fields, family, hidden_size, head_dim), **_layout(family) | _biases(fields, family),
+        **head, **_scales(fields, family, hidden_size, head_dim), **_layout(family) | _biases(fields, family, head["headless"]),
     )
 
 
-def _tied(fields: Fields, family: Family, stored: Mapping[str, str]) -> bool:
-    """`stored`: tensors of a checkpoint whose config does not say it, or with a language model inside, where two configs may
-    disagree. Then its files say it."""
-    usual = fields.flag("tie_word_embeddings", family.tied)
-    if not stored or (usual and fields.raw.get("tie_word_embeddings") is None):
-        return usual
-    head = next(name for name, target in family.names.items() if target == "head")
-    return not any(f".{head}." in f".{name}" for name in stored)
+def _head(fields: Fields, family: Family, stored: Mapping[str, str], inside: bool) -> dict[str, Any]:
+    """`stored`: the checkpoint's tensors. They say it where the config does not, and of a language model `inside` another, where
+    two configs may disagree."""
+    said, tied = fields.raw.get("tie_word_embeddings") is not None, fields.flag("tie_word_embeddings", family.tied)
+    if not tied and is_headless(fields.raw.get("architectures"), family, stored):
+        return {"headless": True, "tied": True}
+    if stored and (inside if said else not tied):
+        tied = not stores_head(family, stored)
+    return {"headless": False, "tied": tied}
 
 
-def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+def _biases(fields: Fields, family: Family, headless: bool) -> dict[str, Any]:
     if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings", family.tied):
         raise ModelError(f"{fields.where}: lm_head_bias of a head that is the embedding (tie_word_embeddings) is not supported")
     return {
         "qkv_bias": fields.flag("attention_bias") or family.qkv_bias,
         "output_bias": fields.flag("attention_out_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
-        "head_bias": fields.flag("lm_head_bias"),
+        "head_bias": fields.flag("lm_head_bias") and not headless,
         "qkv_clip": fields.number("clip_qkv") if family.clipped and fields.get("clip_qkv") is not None else None,
         "parallel": family.parallel and fields.flag("use_parallel_residual", True),
         "own_mlp_norm": family.own_mlp_norm and fields.integer("num_ln_in_parallel_attn", 2) == 2,       # Falcon's

@@ -46,6 +46,9 @@ class PlainModel:
         if not self.gguf and (family.transposed or family.by_head):
             raise ModelError(f"{path.name}: checkpoints of {family.name} store matrices in another order and cannot be quantised "
                              "by this command yet; serve with --quantization instead")
+        if self.config.headless:
+            raise ModelError(f"{path.name} has no head of a language model, whose answers this command would compare; serve with "
+                             "--quantization instead")
         if self.config.latent is not None:
             raise ModelError(f"{path.name}: models with latent attention cannot be quantised by this command yet; serve with "
                              "--quantization instead")

@@ -103,6 +103,8 @@ class EngineCore:
         """Queue a request; BadRequest when it cannot run here."""
         self._check_alive()
         check_token_ids(request, self.config.model.vocab_size)
+        if self.config.model.headless:
+            check_asks_for_a_vector(request)
         self.scheduler.add(request)
         if request.params.structured_outputs is not None:
             self.grammars.prepare(request)
@@ -410,6 +412,13 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
             wrong = next(token for token in tokens if not 0 <= token < vocab_size)
             message = f"{name} holds token id {wrong}; this model's ids go from 0 to {vocab_size - 1}"
             raise BadRequest(message, field=name)
+
+
+def check_asks_for_a_vector(request: Request) -> None:
+    """Of a model without a head, whose logits mean nothing."""
+    params = request.params
+    if params.pooling is None or params.logprobs is not None or params.prompt_logprobs is not None:
+        raise BadRequest("this model has no head of a language model: it gives vectors (/v1/embeddings, LLM.embed), not text")
 
 
 def _all_below(bound: int, tokens: list[int]) -> bool:

@@ -208,11 +208,22 @@ def _language_model(stem: str) -> str:
 
 
 def _with_head(architecture: object) -> object:
-    """Of a class without a head, the class of its language model: it loads if the embedding is the head."""
+    """Of a class without a head, the class of its language model: without a head of its own, it gives vectors."""
     if not isinstance(architecture, str) or architecture.endswith(LANGUAGE_HEADS):
         return architecture
     found = [_language_model(architecture.removesuffix(end)) for end in NO_HEAD if architecture.endswith(end)]
     return next(filter(None, found), architecture)
+
+
+def is_headless(architectures: Any, family: Family, stored: Mapping[str, str]) -> bool:
+    """Of a class without a head, and of tensors among which there is none either."""
+    declared = architectures[0] if isinstance(architectures, list) and architectures else None
+    return _with_head(declared) != declared and not stores_head(family, stored)
+
+
+def stores_head(family: Family, stored: Mapping[str, str]) -> bool:
+    head = next(name for name, target in family.names.items() if target == "head")
+    return any(f".{head}." in f".{name}" for name in stored)
 
 
 def _letters(name: str) -> str:

@@ -9,6 +9,7 @@ from ridgeline.models.family import (
     QK_NORM_NAMES,
     ExpertRule,
     Family,
+    without,
 )
 
 BEHIND_NAMES = {name: target for name, target in LLAMA_NAMES.items() if "input_layernorm" not in name} | {
@@ -24,6 +25,7 @@ OLMO = Family(
     norm="bare layer",
     clipped=True,
     spelled={"mlp_bias": ""},
+    reworded=without("rms_norm_eps"),
     defaults={"rms_norm_eps": 1e-5},
     names={name: target for name, target in LLAMA_NAMES.items() if "norm" not in name},
 )

@@ -23,8 +23,10 @@ def logits(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "beginning", "mask"), [
-    ("gpt2", "transformer.", "h.{}.attn.bias"), ("gpt_neox", "", "gpt_neox.layers.{}.attention.masked_bias"),
-    ("codegen", "", "transformer.h.{}.attn.causal_mask"), ("gpt_neo", "", "transformer.h.{}.attn.attention.bias"),
+    ("gpt2", "transformer.", "h.{}.attn.bias"), ("gpt_neox", "gpt_neox.", "gpt_neox.layers.{}.attention.masked_bias"),
+    ("codegen", "transformer.", "transformer.h.{}.attn.causal_mask"),
+    ("gpt_neo", "transformer.", "transformer.h.{}.attn.attention.bias"),
+    ("falcon", "transformer.", "transformer.h.{}.self_attention.rotary_emb.inv_freq"),
     ("ernie4_5_moe", "", "model.mtp_linear_proj.{}.weight"), ("apertus", "", "model.layers.{}.self_attn.rotary_emb.inv_freq"),
 ])
 def test_names_of_hubs_are_known(name: str, beginning: str, mask: str, tmp_path: Path) -> None:
@@ -138,7 +140,6 @@ def test_a_class_without_a_head_is_served_if_its_embedding_is_the_head(name: str
 
 
 @pytest.mark.parametrize(("architecture", "head", "message"), [
-    ("MistralModel", {}, "lacks: lm_head.weight. Without a head of a language model it"),
     ("MistralForCausalLM", {"score.weight": (1, 48)}, "lacks: lm_head.weight. Without a head of a language model it"),
     ("MistralForSequenceClassification", {"score.weight": (1, 48)}, r"not supported \(its head gives scores for whole texts"),
     ("Qwen2ForProcessRewardModel", {"score.0.weight": (1, 48)}, r"not supported \(its head gives rewards, not text\)"),

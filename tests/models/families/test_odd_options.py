@@ -35,6 +35,14 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 1}),
     ("llama4", {"rope_parameters": LINEAR, "use_qk_norm": False}),
     ("olmo3", {"rope_parameters": {FULL: PLAIN, SLIDING: LLAMA3}}),
+    # Every layer has a plain MLP.
+    ("deepseek_v3", {"first_k_dense_replace": 5}),
+    ("qwen3_moe", {"decoder_sparse_step": 4}),
+    # Fields that are nothing to transformers.
+    ("gptj", {"rope_theta": 77.0, "rope_scaling": LINEAR, "partial_rotary_factor": 0.25}),
+    ("codegen", {"rope_theta": 77.0, "rope_parameters": LINEAR}),
+    ("olmo", {"rms_norm_eps": 0.3}),
+    ("opt", {"rms_norm_eps": 0.3}),
 ]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
-from ridgeline.models.family import Family
+from ridgeline.models.family import Family, saved_alone
 
 
 def reworded(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,5 +56,6 @@ FALCON = Family(
         "lm_head": "head",
     },
     gguf_names=GGUF_PLAIN_MLP_NAMES,
+    prefixes=saved_alone("transformer", "word_embeddings", "h", "ln_f"),
     by_head=r"transformer\.h\.\d+\.self_attention\.query_key_value\.(weight|bias)",
 )

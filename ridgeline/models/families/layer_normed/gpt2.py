@@ -9,7 +9,7 @@ from typing import Any
 from ridgeline.errors import ModelError, shown
 from ridgeline.models.config_fields import MAX_LAYERS
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
-from ridgeline.models.family import Family
+from ridgeline.models.family import Family, saved_alone
 
 GPT2 = Family(
     name="gpt2",
@@ -42,7 +42,7 @@ GPT2 = Family(
     },
     gguf_names=GGUF_PLAIN_MLP_NAMES | {"position_embd": "positions"},
     # OpenAI's own checkpoints leave the first part of the names out.
-    prefixes={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."},
+    prefixes=saved_alone("transformer", "wte", "wpe", "h", "ln_f"),
     transposed=r"transformer\.h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),    # masks
 )
@@ -104,7 +104,6 @@ GPT_NEO = replace(
         f"{_NEO_ATTENTION}.v_proj": "layers.{}.attention.qkv:v",
         f"{_NEO_ATTENTION}.out_proj": "layers.{}.attention.output",
     },
-    prefixes={},
     transposed="",
     ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),        # masks
 )

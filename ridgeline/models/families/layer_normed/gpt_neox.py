@@ -2,7 +2,7 @@
 rotated in part. Checkpoints have q, k and v of each head together."""
 
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
-from ridgeline.models.family import UNUSED_TENSORS, Family
+from ridgeline.models.family import UNUSED_TENSORS, Family, saved_alone
 
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -29,6 +29,7 @@ GPT_NEOX = Family(
         "embed_out": "head",
     },
     gguf_names=GGUF_PLAIN_MLP_NAMES,
+    prefixes=saved_alone("gpt_neox", "embed_in", "layers", "final_layer_norm"),
     by_head=r"gpt_neox\.layers\.\d+\.attention\.query_key_value\.(weight|bias)",
     # Masks that old versions of transformers saved.
     ignored=(*UNUSED_TENSORS, r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"),

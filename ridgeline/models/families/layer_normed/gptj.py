@@ -3,7 +3,7 @@ same, with q, v and k of every fourth of the heads together."""
 
 from dataclasses import replace
 
-from ridgeline.models.family import UNUSED_TENSORS, Family
+from ridgeline.models.family import UNUSED_TENSORS, Family, saved_alone, without
 
 GPTJ = Family(
     name="gptj",
@@ -19,6 +19,7 @@ GPTJ = Family(
         "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation_function", "num_key_value_heads": "", "attention_bias": "", "attention_out_bias": "",
     },
+    reworded=without("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),      # it is rotary_dim and 10,000
     defaults={"layer_norm_epsilon": 1e-5, "rotary_dim": 64, "mlp_bias": True, "lm_head_bias": True},
     names={
         "transformer.wte": "embed",
@@ -32,6 +33,7 @@ GPTJ = Family(
         "transformer.ln_f": "norm",
         "lm_head": "head",
     },
+    prefixes=saved_alone("transformer", "wte", "h", "ln_f"),
     ignored=(*UNUSED_TENSORS, r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),       # masks
 )
 

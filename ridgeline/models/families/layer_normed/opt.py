@@ -1,6 +1,6 @@
 """OPT: learned positions whose table begins two rows late, biases everywhere, an MLP without a gate and with a ReLU."""
 
-from ridgeline.models.family import Family
+from ridgeline.models.family import Family, without
 
 OPT = Family(
     name="opt",
@@ -15,6 +15,7 @@ OPT = Family(
     spelled={"intermediate_size": "ffn_dim", "hidden_act": "activation_function", "num_key_value_heads": "",
              "attention_bias": "enable_bias", "attention_out_bias": "enable_bias", "mlp_bias": "enable_bias"},
     only={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
+    reworded=without("rms_norm_eps"),
     defaults={"rms_norm_eps": 1e-5, "enable_bias": True},
     names={
         "model.decoder.embed_tokens": "embed",

@@ -3,7 +3,7 @@ Phi-3.5-MoE: a mixture with a choice of its own (SparseMixer)."""
 
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.families.mistral import SPARSE_MOE_NAMES
-from ridgeline.models.family import LLAMA_NAMES, ExpertRule, Family
+from ridgeline.models.family import LLAMA_NAMES, ExpertRule, Family, saved_alone
 
 PHI = Family(
     name="phi",
@@ -31,6 +31,7 @@ PHI = Family(
         "model.final_layernorm": "norm",
         "lm_head": "head",
     },
+    prefixes=saved_alone("model", "final_layernorm"),
     gguf_names=GGUF_PLAIN_MLP_NAMES,
 )
 

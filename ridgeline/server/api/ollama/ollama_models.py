@@ -123,9 +123,9 @@ def read_facts(service: Service) -> Facts:
         f"{family}.attention.head_count_kv": config.num_kv_heads, f"{family}.vocab_size": config.vocab_size,
     }
     template = (service.tokenizer.chat_template or "") if service.tokenizer is not None else ""
-    # Not "embedding": Ollama says it of models that do nothing else, and clients leave such models out of their lists for chat.
-    capabilities = ["completion", *(["tools"] if template else [])]
-    if reasoning_format("auto", template) is not None:
+    # "embedding" alone of models that do nothing else: clients leave those that have it out of their lists for chat.
+    capabilities = ["embedding"] if config.headless else ["completion", *(["tools"] if template else [])]
+    if not config.headless and reasoning_format("auto", template) is not None:
         capabilities.append("thinking")
     modified = max((stat.st_mtime for _, stat in sizes), default=service.created)
     digest = hashlib.sha256(listed.encode()).hexdigest()
