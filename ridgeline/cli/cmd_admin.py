@@ -15,7 +15,7 @@ _PROFILE_SECONDS = 90.0              # a profile is answered after its steps hav
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("socket", metavar="SOCKET", help="the server's --admin-socket path")
+    parser.add_argument("socket", metavar="SOCKET", help="the path that `ridgeline serve --admin-socket PATH` was given")
     parser.add_argument("command", choices=("techniques", "switch", "load", "profile"),
                         help="list techniques, switch one, show the load, or profile steps")
     parser.add_argument("technique", nargs="?", default="", help="for switch: name of the technique, quoted if it has a space")

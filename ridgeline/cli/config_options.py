@@ -90,7 +90,7 @@ class OptionParser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(f"{message}; see {self.prog} --help" if "are required" in message else message)
 
 
 def _check_output(option: str, path: str | None) -> None:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s URL [options]"
     parser.add_argument("url", nargs="?", default="", metavar="URL",
                         help="address of an OpenAI-compatible server, such as http://127.0.0.1:8000; also: --base-url")
-    parser.add_argument("--base-url", default="", help=argparse.SUPPRESS)        # as in `vllm bench serve`
+    parser.add_argument("--base-url", "--url", default="", help=argparse.SUPPRESS)   # as in vllm and `ridgeline chat`
     parser.add_argument("--model", default="", help="the served model's name (default: the first that the server lists)")
     parser.add_argument("--backend", choices=BACKENDS, help="default: completions; chat if the prompts are messages or turns")
     parser.add_argument("--endpoint", help="path, if it is neither /v1/chat/completions nor /v1/completions")

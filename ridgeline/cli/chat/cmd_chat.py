@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", nargs="?", default="", metavar="PROMPT", help="answer this message and end; also: --prompt")
     parser.add_argument("--prompt", default="", metavar="TEXT", help=argparse.SUPPRESS)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
-    parser.add_argument("--url", default="", metavar="URL",
+    parser.add_argument("--url", "--base-url", default="", metavar="URL",
                         help="talk to a running OpenAI-compatible server, such as http://127.0.0.1:8000, no model is loaded; "
                              "MODEL is then its model (default: the first). RIDGELINE_API_KEY or OPENAI_API_KEY holds the key")
     add_sampling_options(parser)

@@ -55,6 +55,7 @@ def routes(service: Service) -> list[Route]:
     return [
         Route("/tokenizer_info", tokenizer_info),
         Route("/v1/models", models),
+        Route("/v1/models/", models),        # else it is the model with an empty name
         Route("/v1/models/{name:path}", model),
     ]
 

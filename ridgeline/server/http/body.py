@@ -21,6 +21,12 @@ from ridgeline.errors import BadRequest, UnknownField
 from ridgeline.server.http.json_size import check_size
 
 MAX_MESSAGE = 500                    # characters
+# Fields that say which endpoint was meant; their nearest spelling here would mislead.
+MEANT_FOR = {
+    "messages": "/v1/chat/completions takes it",
+    "prompt": "/v1/completions takes it",
+    "input": "/v1/responses and /v1/embeddings take it",
+}
 EXACT = 2**53                        # integers up to here are exact as floats
 
 _DECODING = threading.Lock()         # one long body at a time: a decoder keeps Python's lock, and the event loop waits for each
@@ -208,9 +214,11 @@ def refusal(message: str, kind: Any) -> BadRequest:
     unknown = _UNKNOWN_FIELD.search(message)
     if unknown:
         name = unknown.group(1)
-        close = difflib.get_close_matches(name, kind.__struct_fields__, 1) if not where else []
-        inside = f" in {where}" if where else ""
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        inside, hint = f" in {where}" if where else "", ""
+        if not where and name in MEANT_FOR:
+            hint = f"; {MEANT_FOR[name]}"
+        elif not where and (close := difflib.get_close_matches(name, kind.__struct_fields__, 1)):
+            hint = f"; did you mean {close[0]!r}?"
         return UnknownField(f"unknown field {name!r}{inside}{hint}", field=name)
     words = _PLACE.sub("", message).replace("`", "").replace("Object missing", "missing")
     if "nvalid enum value" in words and where in kind.__struct_fields__:

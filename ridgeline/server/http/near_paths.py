@@ -28,6 +28,7 @@ ELSEWHERE = {
         OTHER_API.format("Cohere's"),
     ),
     "/v1/completion": "did you mean /v1/completions?",  # not llama.cpp's /completion
+    "/model": "did you mean /v1/models?",               # below it are Bedrock's paths
     **dict.fromkeys(("/v1/fim/completions", "/fim/completions"), "/v1/completions with `suffix` fills in the middle"),
     **dict.fromkeys(("/get_model_info", "/server_info", "/info"), "/v1/models and /health tell of the model and its state"),
     "/lora-adapters": "adapters are not supported; merge them into the model",
@@ -44,6 +45,12 @@ BELOW = {
         ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches"),
         "no files are kept here; `ridgeline generate` answers a file of prompts",
     ),
+    **dict.fromkeys(
+        ("/v1/vector_stores", "/v1/containers", "/v1/skills"),
+        "no files are kept here, and no tools are run here; send texts in the request, and tools as functions",
+    ),
+    "/v1/fine_tuning": "this server does not train",
+    "/v1/evals": "`ridgeline eval` evaluates a model",
     **dict.fromkeys(
         ("/v1/moderations", "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime"),
         "this server only generates text",

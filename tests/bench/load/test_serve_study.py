@@ -115,7 +115,7 @@ def test_what_there_is_no_time_for_is_left_out(study: ModuleType, tmp_path: Path
 def test_the_address_may_be_given_as_vllm_does() -> None:
     parser = argparse.ArgumentParser()
     serve_options.add_arguments(parser)
-    for words in (["http://127.0.0.1:1"], ["--base-url", "http://127.0.0.1:1"]):
+    for words in (["http://127.0.0.1:1"], ["--base-url", "http://127.0.0.1:1"], ["--url", "http://127.0.0.1:1"]):
         assert serve_options.plan(parser.parse_args(words)).args.url == "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="give the address of a server: ridgeline bench serve http"):
         serve_options.plan(parser.parse_args([]))

@@ -70,6 +70,7 @@ def test_docs_is_one_page_without_scripts_or_foreign_bytes(server: ScriptedServe
     ("/chat/completions", "/v1/chat/completions"), ("/models", "/v1/models"), ("/v1/v1/models", "/v1/models"),
     ("/openai/v1/chat/completions", "/v1/chat/completions"), ("/v1/chat/completions/", "/v1/chat/completions"),
     ("/openai/chat/completions", "/v1/chat/completions"), ("/v1/chat/completion", "/v1/chat/completions"),
+    ("/model", "/v1/models"), ("/model/", "/v1/models"),
     ("/v1/tokenize", "/tokenize"), ("/embeddings", "/v1/embeddings"), ("/v1/completion", "/v1/completions"),
 ])
 def test_a_near_path_is_named(server: ScriptedServer, path: str, meant: str) -> None:
@@ -78,12 +79,21 @@ def test_a_near_path_is_named(server: ScriptedServer, path: str, meant: str) -> 
     assert reply.json()["error"]["message"] == f"POST {path} does not exist here; did you mean {meant}?"
 
 
+def test_the_list_of_models_may_have_a_slash(server: ScriptedServer) -> None:
+    """It is no model with an empty name."""
+    key = {"authorization": "Bearer k"}
+    seen = httpx.get(f"{server.url}/v1/models/", headers=key)
+    assert seen.status_code == 200 and seen.json() == httpx.get(f"{server.url}/v1/models", headers=key).json()
+
+
 @pytest.mark.parametrize(("method", "path", "words"), [
     ("GET", "/v1/chat/completions/chatcmpl-1", "chat completions are not stored; /v1/responses stores its answers"),
     ("POST", "/v1/responses/compact", "conversations are not shortened here"),
     ("POST", "/v1/threads/t1/runs", "previous_response_id"), ("POST", "/v1/conversations", "previous_response_id"),
     ("POST", "/v1/files", "ridgeline generate"), ("POST", "/v1/messages/batches", "ridgeline generate"),
-    ("POST", "/v1/moderations", "only generates text"),
+    ("POST", "/v1/moderations", "only generates text"), ("GET", "/v1/vector_stores", "no files are kept"),
+    ("POST", "/v1/containers", "tools as functions"), ("POST", "/v1/fine_tuning/jobs", "does not train"),
+    ("POST", "/v1/evals", "ridgeline eval"),
     ("POST", "/v1/audio/speech", "only generates text"),
     ("POST", "/openai/deployments/tiny/chat/completions?api-version=2024-10-21", "base URL that ends with /v1"),
 ])
