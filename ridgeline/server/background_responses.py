@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ridgeline.engine.client.long_work import away_if_long
+from ridgeline.engine.client.long_work import away_if_long, away_to_answer
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, NotNow, Unsupported
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
@@ -72,7 +72,7 @@ class Responses(Generation):
                     if writer.stored_as("in_progress") is None:
                         return                           # no client could fetch it
                     outputs = await stream.complete()
-                    await away_if_long(size_of(writer, outputs), lambda: writer.body(outputs))
+                    await away_to_answer(size_of(writer, outputs), lambda: writer.body(outputs))
                 finally:
                     self._end(job, stream)
             except asyncio.CancelledError:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ridgeline.engine.client.answer_stream import AnswerStream, Batch
-from ridgeline.engine.client.long_work import LONG_BYTES, away_if_free, away_if_long
+from ridgeline.engine.client.long_work import LONG_BYTES, away_to_answer
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, RequestError
@@ -120,7 +120,7 @@ async def encoded(answer: Any) -> bytes:
     """As JSON. Only a text or a list of numbers makes an answer long, and is looked at before it is encoded."""
     if isinstance(answer, bytes):
         return answer
-    return await away_if_long(BYTES_PER_NUMBER * num_items(answer), lambda: msgspec.json.encode(answer))
+    return await away_to_answer(BYTES_PER_NUMBER * num_items(answer), lambda: msgspec.json.encode(answer))
 
 
 def num_items(answer: Any) -> int:
@@ -180,7 +180,7 @@ class Generation(Endpoint):
 
     async def _whole(self, stream: AnswerStream, job: Job) -> bytes:
         outputs = await stream.complete()
-        whole = await away_if_long(size_of(job.writer, outputs), lambda: job.writer.body(outputs))
+        whole = await away_to_answer(size_of(job.writer, outputs), lambda: job.writer.body(outputs))
         if prometheus.wants_timings(job.request.return_timings):
             whole = prometheus.with_timings(whole, self._service.llm, outputs)
         return whole
@@ -229,7 +229,7 @@ class Generation(Endpoint):
                 for place in range(0, len(batch), at_once):
                     few = batch[place : place + at_once]
                     size = size_of_new(job.writer, stream.outputs, few) if is_long else 0
-                    if new := await away_if_long(size, partial(written, few)):
+                    if new := await away_to_answer(size, partial(written, few)):
                         await events.write(new)
                     await asyncio.sleep(0)               # nothing above waits for a client that reads again, or has left
             await self._send_last(stream, job, events)
@@ -246,7 +246,7 @@ class Generation(Endpoint):
         if size <= LONG_BYTES:
             await events.write(list(last))
             return
-        while new := await away_if_free(size, partial(next, last, None)):    # one is made when the one before is sent
+        while new := await away_to_answer(size, partial(next, last, None)):    # one is made when the one before is sent
             await events.write([new])
 
     def _timed_events(self, stream: AnswerStream, job: Job, batch: Batch) -> list[bytes]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from ridgeline import sampling_params
 from ridgeline.engine import ipc
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.messages import Request
@@ -188,3 +190,17 @@ def test_the_largest_there_can_be_crosses_the_wire() -> None:
     assert isinstance(again, ipc.Add) and again.request.params == params
     plain = ipc.TO_ENGINE.encode(ipc.Add(Request("1", [1], SamplingParams())))
     assert len(plain) < 1024                             # names and defaults of all fields
+
+
+def test_an_engine_takes_the_front_ends_word_for_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy with a thousand biases took 2.7 ms: once in the front end, which must look, and once more between two steps."""
+    params = SamplingParams(
+        logit_bias={str(each): 1 for each in range(1000)}, stop="x", temperature=0, top_k=-1,      # type: ignore[arg-type, misc]
+        structured_outputs={"choice": ["a"]}, seed=-1, allowed_token_ids=(1, 2),                   # type: ignore[arg-type]
+    )
+    frame = msgspec.msgpack.encode(params)
+    monkeypatch.setattr(sampling_params, "_are_checked", False)          # and back, after this test
+    sampling_params.take_params_as_checked()
+    for name in ("validate", "_biases"):
+        monkeypatch.delattr(SamplingParams, name)
+    assert msgspec.msgpack.decode(frame, type=SamplingParams) == params

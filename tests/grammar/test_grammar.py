@@ -1034,8 +1034,8 @@ def test_an_engine_takes_the_front_ends_word_for_schemas(monkeypatch: pytest.Mon
     monkeypatch.setattr(sampling_params, "_check_shape", lambda name, _: looked.append(name))
     TO_ENGINE.decode(frame)
     assert looked == ["structured_outputs.json"]
-    monkeypatch.setattr(sampling_params, "_schemas_are_checked", False)   # and back, after this test
-    sampling_params.take_schemas_as_checked()
+    monkeypatch.setattr(sampling_params, "_are_checked", False)   # and back, after this test
+    sampling_params.take_params_as_checked()
     decoded = TO_ENGINE.decode(frame)
     assert len(looked) == 1 and TO_ENGINE.encode(decoded) == frame
     StructuredOutputs(json={"type": "null"})                             # what is no text yet is looked at

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ridgeline.errors import NotNow, Overloaded, TimedOut
+from ridgeline.errors import NotNow, TimedOut
 
 LONG_BYTES = 64 * 1024               # work on more bytes, or characters, than these is long; …
 HUGE_BYTES = 2**20                   # … on more than these it has a thread of its own, and other long work does not wait for it
@@ -68,15 +68,18 @@ class LongWork:
         self.waiting = 0                                 # bytes of the jobs that no thread has begun
         self.num_done = 0
         self._most_waiting = most_waiting
-        self._seconds = wait_seconds, work_seconds
+        self._wait_seconds, self._work_seconds = wait_seconds, work_seconds
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._threads = self._idle_places = threads      # and those of them that are not started yet
         self._lock = threading.Lock()
 
-    async def run(self, work: Callable[[], T], num_bytes: int = 1) -> T:
+    async def run(self, work: Callable[[], T], num_bytes: int = 1, is_answer: bool = False) -> T:
         """Do `work` on `num_bytes` in one of the threads. Overloaded if it cannot begin in time, TimedOut if it does not end
-        in time. The first in line may be of any size."""
-        if self.waiting and self.waiting + num_bytes > self._most_waiting:
+        in time. The first in line may be of any size. `is_answer`: what it works on was computed: it is not refused, keeps out no
+        other work, and waits for as long as its client does."""
+        if is_answer:
+            num_bytes = 0                                # its memory is taken already
+        if self.waiting and self.waiting + num_bytes > self._most_waiting and not is_answer:
             raise NotNow(f"long requests of {self.waiting:,} bytes are waiting to be read; try again later")
         self._start_thread()
         job = _Job(work, num_bytes, asyncio.get_running_loop())
@@ -85,7 +88,7 @@ class LongWork:
             self.waiting += num_bytes
         self._jobs.put(job)
         try:
-            await self._ended(job)
+            await self._ended(job, None if is_answer else self._wait_seconds)
             result: T = job.future.result()
             return result
         finally:
@@ -107,8 +110,8 @@ class LongWork:
             else:
                 self._idle_places -= 1
 
-    async def _ended(self, job: _Job) -> None:
-        wait_seconds, work_seconds = self._seconds
+    async def _ended(self, job: _Job, wait_seconds: float | None) -> None:
+        work_seconds = self._work_seconds
         await asyncio.wait((job.future,), timeout=wait_seconds)
         if not job.future.done() and job.is_taken:
             await asyncio.wait((job.future,), timeout=work_seconds)
@@ -168,11 +171,11 @@ async def away_if_long(num_bytes: int, work: Callable[[], T]) -> T:
     return await _long(num_bytes, work) if num_bytes > LONG_BYTES else work()
 
 
-async def away_if_free(num_bytes: int, work: Callable[[], T]) -> T:
-    """As away_if_long(); but here if the threads have no time, for the end of an answer that has begun."""
+async def away_to_answer(num_bytes: int, work: Callable[[], T]) -> T:
+    """As away_if_long(), for an answer that was computed: it waits until a thread has time."""
     try:
-        return await away_if_long(num_bytes, work)
-    except Overloaded:
+        return await _long(num_bytes, work, True) if num_bytes > LONG_BYTES else work()
+    except NotNow:                                       # the system has no thread at all
         return work()
 
 
@@ -181,5 +184,5 @@ async def away(num_bytes: int, work: Callable[[], T]) -> T:
     return await _long(num_bytes, work) if num_bytes > LONG_BYTES else await asyncio.to_thread(work)
 
 
-async def _long(num_bytes: int, work: Callable[[], T]) -> T:
-    return await (HUGE_WORK if num_bytes > HUGE_BYTES else LONG_WORK).run(work, num_bytes)
+async def _long(num_bytes: int, work: Callable[[], T], is_answer: bool = False) -> T:
+    return await (HUGE_WORK if num_bytes > HUGE_BYTES else LONG_WORK).run(work, num_bytes, is_answer)

@@ -41,7 +41,7 @@ def main(settings: str) -> int:
         unusable = f"the engine's libraries cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
     from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
     from ridgeline.engine.ipc import SHOW_STACKS, Failed
-    from ridgeline.sampling_params import take_schemas_as_checked
+    from ridgeline.sampling_params import take_params_as_checked
 
     link = FrontEndLink(Path(given["folder"]), given["parent"])
     if unusable:
@@ -51,7 +51,7 @@ def main(settings: str) -> int:
     head_start.imported()
     # Works in the middle of a kernel or a lock, too. Its end tells the front end that all stacks are written.
     faulthandler.register(SHOW_STACKS, all_threads=True, chain=True)
-    take_schemas_as_checked()                            # by the front end, which had to make text of them
+    take_params_as_checked()                            # by the front end, which had to make text of them
     try:
         code = run(given["options"], link, given.get("sizes"))
     except FrontEndGone:

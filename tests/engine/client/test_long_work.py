@@ -63,13 +63,33 @@ def test_when_too_much_waits_more_is_refused_and_short_work_goes_on() -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_the_end_of_an_answer_is_written_here_if_the_threads_have_no_time(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = LongWork(threads=1, most_waiting=0)
-    work.waiting = int(is_full)
-    monkeypatch.setattr(long_work, "LONG_WORK", work)
-    thread = asyncio.run(long_work.away_if_free(long_work.LONG_BYTES + 1, threading.current_thread))
-    assert (thread is threading.current_thread()) == is_full
+def test_an_answer_that_was_computed_waits_for_a_thread_whatever_else_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors that an engine had worked on for minutes were refused, or the end of a stream was written on the event loop."""
+    async def check() -> None:
+        work, gate = LongWork(threads=1, most_waiting=1, wait_seconds=0.0), Gate()
+        monkeypatch.setattr(long_work, "LONG_WORK", work)
+        running = asyncio.ensure_future(work.run(gate, 1, is_answer=True))
+        await until_begun(gate)
+        work.waiting = 1                                 # bytes of a body
+        answer = asyncio.ensure_future(long_work.away_to_answer(long_work.LONG_BYTES + 1, threading.current_thread))
+        await asyncio.sleep(0)
+        assert work.waiting == 1                         # it keeps out no body
+        with pytest.raises(Overloaded):
+            await long_work.away_if_long(long_work.LONG_BYTES + 1, threading.current_thread)
+        gate.opened.set()
+        assert await running == "done" and await answer is not threading.current_thread()
+
+    asyncio.run(check())
+
+
+def test_an_answer_is_written_here_where_the_system_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError
+
+    monkeypatch.setattr(long_work, "LONG_WORK", LongWork())
+    monkeypatch.setattr(long_work.threading, "Thread", NoThread)
+    assert asyncio.run(long_work.away_to_answer(long_work.LONG_BYTES + 1, threading.get_ident)) == threading.get_ident()
 
 
 def test_work_is_bounded_by_its_bytes() -> None:

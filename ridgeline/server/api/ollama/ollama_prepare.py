@@ -7,7 +7,7 @@ from typing import cast
 
 import msgspec
 
-from ridgeline.engine.client.long_work import away_if_long
+from ridgeline.engine.client.long_work import away_if_long, away_to_answer
 from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.sampling_params import SamplingParams
@@ -107,7 +107,7 @@ async def embed(service: Service, caller: Caller, read: EmbeddingTokens) -> byte
         spent = nanoseconds(time.monotonic() - began)
         return encode(EmbedReply(read.model, vectors.as_lists(), spent, 0, vectors.num_tokens))
 
-    return await away_if_long(vectors.num_json_bytes, written)
+    return await away_to_answer(vectors.num_json_bytes, written)
 
 
 async def read_old_embed(service: Service, caller: Caller, body: bytes) -> EmbeddingTokens:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 import numpy as np
 
-from ridgeline.engine.client.long_work import away_if_long
+from ridgeline.engine.client.long_work import away_if_long, away_to_answer
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Prompt, check_salt
 from ridgeline.engine.client.request_context import Caller
@@ -33,7 +33,8 @@ from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service
 
 MOST_TEXTS = 2048                    # per request, OpenAI's limit
-BYTES_PER_NUMBER = 20                # of a vector as JSON
+BYTES_PER_NUMBER = 20                # of a vector as JSON …
+BASE64_PER_NUMBER = 6                # … and as text in it
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -139,7 +140,8 @@ class Vectors:
 
     @property
     def num_json_bytes(self) -> int:
-        return BYTES_PER_NUMBER * sum(map(len, self.made))
+        each = BASE64_PER_NUMBER if self.request.encoding_format == "base64" else BYTES_PER_NUMBER
+        return each * sum(map(len, self.made))
 
     def as_lists(self) -> list[list[float]]:
         """Each is encoded already: as objects, a number takes 32 bytes."""
@@ -191,7 +193,7 @@ async def embed(service: Service, caller: Caller, read: EmbeddingTokens) -> byte
     def written() -> bytes:
         return encode(EmbeddingReply(vectors.as_json(), service.name, usage, id=name, created=now))
 
-    return await away_if_long(vectors.num_json_bytes, written)
+    return await away_to_answer(vectors.num_json_bytes, written)
 
 
 def _binary(vectors: Vectors, name: str, now: int, model: str, usage: EmbeddingUsage) -> Binary:

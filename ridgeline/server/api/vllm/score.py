@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.engine.client.long_work import away, away_if_long
+from ridgeline.engine.client.long_work import away, away_to_answer
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import check_salt, second_begins
 from ridgeline.engine.client.prompt_limits import PromptLimits
@@ -122,7 +122,7 @@ async def score(service: Service, caller: Caller, read: Pairs) -> ScoreReply:
         finally:
             stream.close()
     used = sum(len(tokens) for tokens, _ in pairs)
-    data = await away_if_long(BYTES_PER_TOKEN * used, lambda: [
+    data = await away_to_answer(BYTES_PER_TOKEN * used, lambda: [
         _scored(place, output, start) for place, (output, (_, start)) in enumerate(zip(outputs, pairs, strict=True))
     ])
     return ScoreReply(f"score-{secrets.token_hex(12)}", int(time.time()), service.name, data, EmbeddingUsage(used, used))

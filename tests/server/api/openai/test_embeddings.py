@@ -215,6 +215,13 @@ def test_vectors_wait_as_json_and_not_as_objects() -> None:
     assert [json.loads(bytes(each)) for each in written] == rows.tolist()        # type: ignore[call-overload]
 
 
+def test_vectors_count_as_long_as_they_are_written() -> None:
+    rows = [np.random.default_rng(0).standard_normal(512).astype(np.float32)]
+    for encoding in ("float", "base64"):
+        vectors = Vectors(EmbeddingRequest(input="a", encoding_format=encoding), rows)       # type: ignore[arg-type]
+        assert 0.7 < len(msgspec.json.encode(vectors.as_json())) / vectors.num_json_bytes < 1.3
+
+
 def test_too_many_dimensions_are_refused_before_the_engine_is_asked() -> None:
     service = SimpleNamespace(llm=SimpleNamespace(hidden_size=32), check_routing=lambda *_: None)
     request = EmbeddingRequest(input="a", dimensions=33)

@@ -287,9 +287,9 @@ def test_a_short_request_behind_a_long_conversation_does_not_hold_up_others(
     away: list[Any] = []
     run = LONG_WORK.run
 
-    async def watched(work: Any, num_bytes: int) -> Any:
+    async def watched(work: Any, *given: Any) -> Any:
         away.append(getattr(work, "__qualname__", ""))
-        return await run(work, num_bytes)
+        return await run(work, *given)
 
     monkeypatch.setattr(LONG_WORK, "run", watched)
     reading = "response_chat.<locals>.work"
