@@ -975,7 +975,7 @@ def test_the_command_answers_as_text_json_and_page(tmp_path: Path, capsys: pytes
     drawn = page.read_text()
     assert drawn.count("<figure") == 2 and "<circle" in drawn and "http:" not in drawn and "<script" not in drawn
     assert "SLO TPOT 50 ms" in drawn and "int4 weights" in drawn and not re.search(r"int4 weights[^()]*: not in this", drawn)
-    assert main([*words, "--weights", "int4", "--kv-cache-dtype", "int8", "--json"]) == 0
+    assert main([*words, "--weights", "int4", "--kv-cache-dtype", "int8", "--objective", "chat", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["textbook"]["batch"] == 901
     assert told["deployments"][0]["devices"] >= 1 and told["batches"][0]["batch"] == 1
@@ -991,14 +991,14 @@ def test_objectives_take_the_lengths_that_were_given_and_say_theirs(capsys: pyte
     assert {each["tokens_in"] for each in given.values()} == {8000} and {each["hit_rate"] for each in given.values()} == {0.5}
     assert given["batch"]["tokens_out"] == 512           # what was not given stays the objective's
     assert given["batch"]["best"]["tok_s"] < 0.8 * own["batch"]["best"]["tok_s"]
-    assert main([*words, "--input", "8000", "--rate", "3"]) == 0
+    assert main([*words, "--input", "8000", "--rate", "3", "--objective", "speech"]) == 0
     said = capsys.readouterr().out
     assert "(8,000 tokens in, 128 out)" in said and "% of capacity (limit 80%)" in said
 
 
 def test_small_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Heads that do not divide are said, slow speeds are no zeros, one request is one, and errors name the file."""
-    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--count", "3", "--most", "1"]) == 0
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--count", "3", "--most", "1", "--objective", "chat"]) == 0
     assert "8 KV heads do not divide evenly among 3 ranks: one has up to 3" in capsys.readouterr().out
     assert main(["plan", "llama-3.1-405b", "--gpu", "H200", "--count", "8", "--derate", "0.003", "--input", "130000",
                  "--most", "8", "--objective", "chat"]) == 0

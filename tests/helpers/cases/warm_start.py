@@ -48,7 +48,7 @@ PYTEST = "pytest"                    # with the interpreter, which a process cho
 ON_TERMINAL = ["setsid", "--ctty", "--wait"]     # before a command: its standard input is the terminal of a session of its own
 WARM = (
     *COMMAND, "ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "ridgeline.distributed.time_collectives",
-    "threaded_engine", "slow_engine", "faulty_engine", "test_executor",
+    "ridgeline.server.body_process", "threaded_engine", "slow_engine", "faulty_engine", "test_executor",
 )
 # Libraries have read these when they were imported.
 _READ_AT_IMPORT = tuple("OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ MALLOC_ CUDA_ TORCH_ PYTORCH_ TRITON_ LD_ PYTHON".split())
