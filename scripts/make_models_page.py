@@ -97,6 +97,8 @@ FORMATS = """\
   A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; a CPU keeps
   {kept} packed. Other types are refused by name. Experts of a mixture stay packed on a GPU as Q4_0 and
   MXFP4; those of other types, and all on a CPU, are expanded, which the log says.
+  Where a file and transformers differ, transformers' model is computed: older files of OLMo 3 have the yarn rope's own factor
+  once more as `attn_factor`, which llama.cpp multiplies, and this engine takes once.
 - **A quantised checkpoint** (`quantization_config`: {methods}): see
   [what loads](techniques/quantised-checkpoints.md).
 - **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.

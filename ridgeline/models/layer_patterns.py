@@ -278,7 +278,10 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
         original = fields.number(key("rope.scaling.original_context_length"), max_position)
         fast = fields.number(key("rope.scaling.yarn_beta_fast"), 32.0)
         slow = fields.number(key("rope.scaling.yarn_beta_slow"), 1.0)
-        scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * usual
+        # Older files of OLMo 3 have config.json's attention_factor there. It stands in the place of yarn's own, as in training;
+        # llama.cpp multiplies the two.
+        given = fields.number(key("rope.scaling.attn_factor"), 1.0)
+        scale = usual if math.isclose(given, usual, rel_tol=1e-6) else given * usual
         if fields.get(key(YARN_SCORES)):
             scale = 1.0              # the scores are scaled instead, or mscale and mscale_all_dim are the same
         with numbers_of(fields.where):

@@ -229,12 +229,15 @@ def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str, tmp_p
     assert str(caught.value).startswith("m.gguf: ") and message in str(caught.value)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.2079441547393799, None])
-def test_a_yarn_factor_that_says_what_is_usual_is_read(factor: float | None, tmp_path: Path) -> None:
-    """As llama.cpp's converter writes it for OLMo 3, in 32 bits, and for models without one."""
-    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0}
-    given = {} if factor is None else {"llama.rope.scaling.yarn_attn_factor": factor}
-    ropes = load_model_config(gguf(tmp_path, GGUF | yarn | given)).ropes
+@pytest.mark.parametrize("given", [
+    {}, {"yarn_attn_factor": 1.0}, {"yarn_attn_factor": 1.2079441547393799}, {"attn_factor": 1.0},
+    {"attn_factor": 1.2079441547393799},
+], ids=str)
+def test_a_yarn_factor_that_says_what_is_usual_is_read(given: dict[str, Any], tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it for OLMo 3, in 32 bits, now and formerly, and for models without one."""
+    fields = {"type": "yarn", "factor": 8.0} | given
+    scaling = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
+    ropes = load_model_config(gguf(tmp_path, GGUF | scaling)).ropes
     assert [rope.scale for rope in ropes] == pytest.approx([1.2079441541679836] * len(ropes), rel=1e-12)
 
 

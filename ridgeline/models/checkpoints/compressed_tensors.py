@@ -25,7 +25,7 @@ _INPUT_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale")
 
 
 def read(section: Section) -> Quantisation:
-    section.skip("quant_method", "quantization_status", "global_compression_ratio", "version")
+    section.skip("quant_method", "quantization_status", "global_compression_ratio", "version", "provider")
     format = section.one_of("format", FORMATS, "dense")
     rules: list[tuple[str, Recipe | None]] = [
         (regex(name.removeprefix("re:"), section, "ignore") if name.startswith("re:") else re.escape(name), None)

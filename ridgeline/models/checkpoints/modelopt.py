@@ -74,5 +74,5 @@ def _recipe(algorithm: str, group: int | None, section: Section) -> Recipe:
     return Recipe(
         WeightFormat("e2m1", scales, inputs), "fp4",
         (("codes", (".weight",)), ("scale", (".weight_scale",)), ("outer", (".weight_scale_2",))),
-        unused=(".input_scale", ".pre_quant_scale"), variant="multiplies",
+        unused=(".input_scale",), variant="multiplies",
     )

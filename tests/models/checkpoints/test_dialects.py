@@ -342,6 +342,14 @@ def test_a_long_list_of_names_is_not_searched_for_every_tensor(config: dict[str,
     assert len(tried) < 10
 
 
+def test_auto_round_signs_what_it_writes_as_compressed_tensors() -> None:
+    """Of MXFP4 and MXFP8 alone (0.16)."""
+    signed = {"provider": "auto-round", "moe_sparsity_config": None, "global_compression_ratio": None}
+    for name in ("ct-mxfp4", "ct-mxfp8"):
+        config, _ = CASES[name]
+        assert recipe_of(config | signed) == recipe_of(config)
+
+
 def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({
         "producer": {"name": "modelopt", "version": "0.29"},

@@ -136,6 +136,19 @@ def test_blocks_stay_blocks_where_no_part_cuts_them(tmp_path: Path) -> None:
         assert qkv.format.scales.block == block and tuple(qkv.scale.shape) == shape
 
 
+def test_a_factor_of_inputs_is_not_passed_over(tmp_path: Path) -> None:
+    """ModelOpt's AWQ of NVFP4 keeps it for matrices behind no norm; config.json, as ModelOpt 0.47 writes it, does not say so."""
+    path, _ = save_quantised("modelopt-nvfp4", tmp_path)
+    raw, file = json.loads((path / "config.json").read_text()), path / "model.safetensors"
+    raw["quantization_config"] |= {"quant_algo": "NVFP4_AWQ"}
+    (path / "config.json").write_text(json.dumps(raw))
+    decoder(path, False)
+    width = raw["intermediate_size"]
+    save_file(load_file(file) | {"model.layers.0.mlp.down_proj.pre_quant_scale": torch.full((width,), 2.0)}, file)
+    with pytest.raises(ModelError, match=r"tensors that .* does not know: model.layers.0.mlp.down_proj.pre_quant_scale"):
+        decoder(path, False)
+
+
 @pytest.mark.parametrize("dialect", ["ct-fp8-tensor", "fp8-uneven-block", "awq", "gptq-desc-act", "ct-nvfp4", "mxfp4"])
 def test_matrices_that_a_checkpoint_has_fused(dialect: str, tmp_path: Path) -> None:
     """Phi-3 stores q, k and v as one matrix: one scale for all of them, and one order."""
