@@ -8,7 +8,7 @@ after the scale.
 
 Where there are too few tiles, the inputs are split (split-K); the CTA that arrives last at a tile adds the parts, always in
 the same order. Written in Gluon, which the interpreter does not support; there, and on other devices than Hopper,
-packed_linear.py expands the weight. Slower: codes through a ring in shared memory (docs/techniques/int4-weights.md).
+packed_linear.py expands the weight. Slower: codes through a ring in shared memory (docs/lab/int4-kernels.md).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -68,6 +69,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     id: str
     object: str = "response"
     created_at: int
+    completed_at: int | None = None
     status: str
     model: str
     output: list[dict[str, Any]]
@@ -77,6 +79,8 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     reasoning: Reasoning | None = None
@@ -162,6 +166,7 @@ class ResponsesWriter(ChatWriter):
         return ResponseReply(
             id=self._id,
             created_at=self._created,
+            completed_at=int(time.time()) if status == "completed" else None,
             status=status,
             model=self._model,
             output=self._items if status not in RUNNING else [],
@@ -172,6 +177,8 @@ class ResponsesWriter(ChatWriter):
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,
             metadata=asked.metadata or {},
+            frequency_penalty=self._params.frequency_penalty,
+            presence_penalty=self._params.presence_penalty,
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             previous_response_id=asked.previous_response_id,
             store=self._keep is not None,

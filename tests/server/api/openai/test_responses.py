@@ -65,6 +65,15 @@ def test_a_response(server: ScriptedServer, client: openai.OpenAI) -> None:
     assert server.llm.prompts[-1] == turns
 
 
+def test_a_response_says_when_it_was_complete_and_its_penalties(client: openai.OpenAI) -> None:
+    """OpenRouter's SDK refuses a response without these fields."""
+    whole = client.responses.create(model=NAME, input="Hello", extra_body={"presence_penalty": 0.5}).model_dump()
+    assert whole["completed_at"] >= whole["created_at"]
+    assert (whole["frequency_penalty"], whole["presence_penalty"]) == (0.0, 0.5)
+    cut = client.responses.create(model=NAME, input="Hello", max_output_tokens=4).model_dump()
+    assert cut["status"] == "incomplete" and "completed_at" in cut and cut["completed_at"] is None
+
+
 def test_a_conversation_as_items(server: ScriptedServer, client: openai.OpenAI) -> None:
     first = client.responses.create(model=NAME, input=[{"role": "user", "content": "a"}])
     items: list[Any] = [
