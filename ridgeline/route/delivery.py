@@ -7,6 +7,7 @@ stream ends with an error event.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from contextlib import closing, suppress
 from functools import partial
@@ -31,6 +32,7 @@ from ridgeline.server.http.stream import Send, send_part
 
 logger = get_logger("route")
 
+EVENTS_PER_TURN = 64                 # of one stream that are read before others have their turn: 3 ms
 MOST_REFUSAL = 2**16                 # bytes of an answer 429, 502 or 503, kept while other replicas are asked
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
@@ -209,7 +211,9 @@ class Delivery:
     async def _pass(self, parts: list[Part], replica: Replica, answer: Answer, ticket: Ticket) -> None:
         events, counted, passed = self._events, self._request.is_counted, list[bytes]()
         try:
-            for part in parts:
+            for number, part in enumerate(parts, 1):
+                if number % EVENTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
                 passed.append(await self._taken(part) if counted else part.data)
         finally:                                         # also what came before an event that fails: it counts as sent
             if events.began or (passed and not counted):

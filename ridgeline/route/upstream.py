@@ -21,6 +21,7 @@ import httptools
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.errors import ConfigError
 from ridgeline.route.host_addresses import HostAddresses
+from ridgeline.server.http.connection_limits import READ_BYTES
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -147,6 +148,8 @@ class Answer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)     # uvloop's is no subclass of it
+        if hasattr(transport, "max_size"):               # asyncio's own have it: 256 KiB of a replica that floods take 40 ms
+            transport.max_size = READ_BYTES
 
     def pause_writing(self) -> None:
         self._writable.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,15 @@ from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.replicas.prefix_tree import CHUNK, MOST_BYTES, chain_of
 from ridgeline.errors import Overloaded, TimedOut
 from ridgeline.route import body_facts, delivery, route_app
-from ridgeline.route.answer_events import MOST_READ
+from ridgeline.route.answer_events import MOST_READ, AnswerEvents
+from ridgeline.route.delivery import EVENTS_PER_TURN
 from ridgeline.route.forwarded_request import ForwardedRequest, forwarded
 from ridgeline.route.prompt_text import prompt_of, with_answer
 from ridgeline.route.route_process import FACTS_PROCESS
 from ridgeline.route.upstream import PIECE, Answer, Upstream
 from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.http.admission import Body
+from ridgeline.server.http.connection_limits import READ_BYTES
 from ridgeline.server.long_bodies import MANY_BYTES, BodyReader, LongBodies
 
 BODY = b"x" * (160 * PIECE)
@@ -180,6 +183,33 @@ def test_an_answer_of_megabytes_is_passed_on_and_not_read(size: int, monkeypatch
             router.fleet.close()
 
     asyncio.run(test())
+
+
+def test_a_stream_of_a_thousand_events_at_once_leaves_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen replicas without an end held up health checks for 0.2 s. Nor is much read of a replica at once."""
+    turn, taken, read = 0, Counter[int](), list[int]()
+    take, received = AnswerEvents.take, Answer.data_received
+
+    def noted(self: AnswerEvents, data: bytes) -> bytes:
+        taken[turn] += 1
+        return take(self, data)
+
+    monkeypatch.setattr(AnswerEvents, "take", noted)
+    monkeypatch.setattr(Answer, "data_received", lambda self, data: read.append(len(data)) or received(self, data))
+
+    async def test() -> None:
+        nonlocal turn
+        async with FakeReplica(Behaviour(text="a " * 1000)) as replica:
+            router = Router(replica)
+            call = router.start(chat("hello") | {"stream": True})
+            while not call.task.done():
+                await asyncio.sleep(0)
+                turn += 1
+            assert call.status == 200 and call.text == "a " * 1000
+            router.fleet.close()
+
+    asyncio.run(asyncio.wait_for(test(), 120))
+    assert sum(taken.values()) > 1000 and max(taken.values()) <= EVENTS_PER_TURN and max(read) <= READ_BYTES
 
 
 def test_an_answer_that_is_too_deep_to_read_is_passed_on() -> None:
