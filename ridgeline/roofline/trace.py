@@ -8,6 +8,7 @@ fills; on a CPU it is the ops, which the profiling code marks as `op:NAME`, and 
 from __future__ import annotations
 
 import bisect
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,6 +190,7 @@ def _memory(events: Iterable[Mapping[str, Any]]) -> Iterator[Memory]:
                 yield Memory(float(event["ts"]), int(args.get("Bytes", 0)), int(total))
 
 
+@functools.lru_cache(maxsize=4096)       # a trace has the same few hundred names, in every step again
 def part_of(name: str) -> str:
     """Of a kernel."""
     return next((part for part, pattern in PARTS if re.search(pattern, name, re.IGNORECASE)), "other")

@@ -21,7 +21,7 @@ from ridgeline.roofline.facts import Facts, facts_of
 from ridgeline.roofline.parts import StepRows, part_costs, steps_with
 from ridgeline.roofline.patterns import PATTERNS, find_patterns
 from ridgeline.roofline.remedies import PLANNED, Planned, key_of, ranked
-from ridgeline.roofline.trace import Work, part_of, read_trace, trace_of_steps
+from ridgeline.roofline.trace import PARTS, Work, part_of, read_trace, trace_of_steps
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.roofline.verdict import REMEDIES
 
@@ -173,6 +173,14 @@ def test_kernels_are_known_by_their_names() -> None:
     assert part_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL") == "communication"
     assert part_of("nvjet_tst_128x256_gemm") == "linears and head" and part_of("decode_kernel") == "attention"
     assert part_of("one_row_kernel") == "attention" and part_of("_one_row_gemm_kernel") == "linears and head"
+
+
+def test_the_name_of_a_kernel_is_looked_at_once_however_often_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+    search = re.search
+    monkeypatch.setattr(re, "search", lambda pattern, name, *flags: looked_at.append(name) or search(pattern, name, *flags))
+    assert {part_of("a_kernel_of_others") for _ in range(5)} == {"other"}
+    assert looked_at.count("a_kernel_of_others") == len(PARTS)
 
 
 def test_a_step_that_launched_nothing_has_no_number() -> None:

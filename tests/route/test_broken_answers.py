@@ -185,7 +185,9 @@ def test_chunks_of_one_byte_are_passed_on_together() -> None:
         call = await router.ask(ASKED)
         assert call.status == 200 and call.body == LONG and len(call.parts) < len(LONG) // 1000
 
-    routed(test, Broken(JSON + CHUNKED + b"".join(chunk(LONG[place : place + 1]) for place in range(len(LONG))) + b"0\r\n\r\n"))
+    first, middle, last = LONG[:20_000], LONG[20_000:-20_000], LONG[-20_000:]            # where it begins, and where it is long
+    single = [b"".join(chunk(each[place : place + 1]) for place in range(len(each))) for each in (first, last)]
+    routed(test, Broken(JSON + CHUNKED + single[0] + chunk(middle) + single[1] + b"0\r\n\r\n"))
 
 
 def test_a_replica_that_refuses_a_body_before_its_end_and_closes_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
