@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import signal
 import threading
@@ -27,6 +28,8 @@ from ridgeline.process.progress import Tick, progress_bar
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.text.tokenizer import Tokenizer
+
+SAMPLING_NAMES = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 
 
 class LLM:
@@ -73,7 +76,7 @@ class LLM:
         finish_reason "error" and says why in stop_reason; the others go on. Ctrl-C waits for the running step, so that
         the engine stays whole; a second one does not wait.
         """
-        require_neutral("generate", others)
+        require_neutral("generate", others, SAMPLING_NAMES)
         _require_no_adapter(lora_request)
         listed = _as_list(prompts)
         params = _one_each("sampling_params", sampling_params, SamplingParams, self.get_default_sampling_params(), listed)
@@ -96,7 +99,7 @@ class LLM:
         **others: Any,
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of each of several."""
-        require_neutral("chat", others)
+        require_neutral("chat", others, SAMPLING_NAMES)
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         conversations: list[Any] = messages if several else [messages]
         for conversation in conversations:

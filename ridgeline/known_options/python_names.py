@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from typing import Any
 
 _OPTIONS = "options are arguments of LLM() and AsyncLLM()"
@@ -49,9 +51,18 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def require_neutral(method: str, given: dict[str, Any]) -> None:
-    """TypeError for an argument that the method does not have, unless it asks for nothing."""
+_SHARED_ARGUMENTS = ("prompts", "messages", "sampling_params", "use_tqdm", "priority", "chat_template", "tools")
+
+
+def require_neutral(method: str, given: dict[str, Any], sampling: Collection[str] = ()) -> None:
+    """TypeError for an argument that the method does not have, unless it asks for nothing. `sampling`: names of SamplingParams,
+    which other libraries take as arguments."""
     for name, value in given.items():
         neutral, instead = _ARGUMENTS.get(name, ((), ""))
-        if name not in _ARGUMENTS or (value is not None and value not in neutral):
-            raise TypeError(f"LLM.{method}() has no argument {name!r}" + (f": {instead}" if instead else ""))
+        if name in _ARGUMENTS and (value is None or value in neutral):
+            continue
+        if not instead and name in sampling:
+            instead = f"give SamplingParams({name}=...)"
+        elif not instead and sampling and (close := difflib.get_close_matches(name, _SHARED_ARGUMENTS, 1)):
+            instead = f"did you mean {close[0]!r}?"
+        raise TypeError(f"LLM.{method}() has no argument {name!r}" + (f": {instead}" if instead else ""))

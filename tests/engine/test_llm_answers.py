@@ -112,6 +112,10 @@ def test_methods_and_arguments_of_vllm_that_are_not_there_say_what_to_use(llm: L
         llm.shutdown()
     with pytest.raises(TypeError, match=r"generate\(\) has no argument .prompt_token_ids.: give "):
         llm.generate(prompt_token_ids=[[1, 2, 3]])
+    with pytest.raises(TypeError, match=r"generate\(\) has no argument 'temperature': give SamplingParams\(temperature=...\)"):
+        llm.generate("Hello", temperature=0)
+    with pytest.raises(TypeError, match=r"chat\(\) has no argument 'sampling_param': did you mean 'sampling_params'\?"):
+        llm.chat([{"role": "user", "content": "a"}], sampling_param=SamplingParams())
     with pytest.raises(TypeError, match=r"has no argument 'frobnicate'$"):
         llm.embed("Hello", frobnicate=1)
     with pytest.raises(TypeError, match=r"embed\(\) has no argument 'pooling_params': use the arguments pooling and normalize"):

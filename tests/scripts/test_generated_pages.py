@@ -85,6 +85,14 @@ def test_the_index_names_every_page() -> None:
     assert [page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in {*named, index}] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
+    """A sentence under the title, before any heading, table, list or command."""
+    text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    title, first = [line for line in text.splitlines() if line.strip()][:2]
+    assert title.startswith("# ") and not first.startswith(("#", "|", "-", "!", "```", "    "))
+
+
 USER_PAGES = [ROOT / "docs" / name for name in ("gpu-quick-start.md", "install.md", "operations.md")]
 OTHERS_OPTIONS = {"gpus"}            # of docker
 
