@@ -2,9 +2,9 @@
 
 A decoder of JSON, a regular expression or a copy of 16 MB holds Python's lock for tens of milliseconds, in whichever thread it
 runs, and as long again for every program that takes this one's core. Health checks and streams of other clients would wait. What
-comes back is short: token ids, and the request without its prompt. A process (server/body_process) is started by the first long
-body and ends after a while without one. While it cannot be started, long bodies are read in threads of this process; the time
-until the next try doubles.
+comes back is short: token ids, and the request without its prompt. A process (server/body_process; of a router,
+route/facts_process) is started by the first long body and ends after a while without one. While it cannot be started, long bodies
+are read in threads of this process; the time until the next try doubles.
 
 A body of 60 KB with 2,000 items takes 30 ms, and a hundred clients may send one each. Such a body is read here if it is the only
 one, which saves the start of a process; else in a process too, which it does not share with bodies of megabytes. All other bodies
