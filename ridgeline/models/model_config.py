@@ -228,6 +228,8 @@ def load_model_config(path: str | Path) -> ModelConfig:
         if (path / "params.json").is_file():
             hint = "params.json is its makers' own format; give the model's Hugging Face directory"
         raise ModelError(f"{path} has no config.json: {hint}")
+    if (path / "adapter_config.json").is_file():
+        logger.warning("%s also has a LoRA adapter, which is not applied: merge it first, if answers should be its own", path)
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
     return hf_model_config(

@@ -186,6 +186,17 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
     assert load_model_config(tmp_path).eos_token_ids == (2, 3)
 
 
+def test_an_adapter_beside_a_model_is_not_applied_and_the_log_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("ridgeline.models"), "handle", records.append)
+    load_model_config(tmp_path)
+    assert not records
+    (tmp_path / "adapter_config.json").touch()
+    load_model_config(tmp_path)
+    assert ["also has a LoRA adapter, which is not applied" in record.getMessage() for record in records] == [True]
+
+
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 

@@ -90,6 +90,8 @@ def safetensors_headers(directory: Path) -> dict[str, str]:
     """Tensor name -> dtype, of all weight files. Files that cannot be read are left to the loader, which says what is wrong."""
     found: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):
+        if not path.is_file():                           # opening a pipe would wait for its writer
+            continue
         try:
             with path.open("rb") as file:
                 size = struct.unpack("<Q", file.read(8))[0]

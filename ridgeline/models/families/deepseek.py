@@ -12,6 +12,7 @@ from ridgeline.models.family import (
     UNUSED_TENSORS,
     ExpertRule,
     Family,
+    without,
 )
 
 LATENT_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".qkv" not in target} | {
@@ -51,6 +52,7 @@ DEEPSEEK_V2 = Family(
     latent=True,
     interleaved=True,
     experts=ExpertRule(groups=True, scaled=True),
+    reworded=without("rope_interleave"),                 # a field of DeepSeek-V3 and its kin
     # DeepSeek's own code then leaves out the scale of the weights; transformers leaves out the sum.
     only={"norm_topk_prob": False},
     defaults={"rms_norm_eps": 1e-6},
@@ -95,6 +97,7 @@ MINICPM3 = Family(
     depth_scale=True,
     latent=True,
     longrope=True,
+    reworded=without("rope_interleave"),
     defaults={"rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
     names=LATENT_NAMES,
     gguf_names=GGUF_LATENT_NAMES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.quantisation import safetensors_headers
 from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.model_config import hf_model_config, load_model_config
 from ridgeline.quantize.plain_model import PlainModel
@@ -240,3 +242,14 @@ def test_fused_experts_with_other_beginnings(begin: str, tmp_path: Path) -> None
     assert torch.equal(logits(path), expected)
     with pytest.raises(ModelError, match="holds all experts of a layer, which this command cannot quantise yet"):
         PlainModel(path)
+
+
+def test_a_pipe_among_the_weights_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening it would wait for its writer."""
+    path = save_checkpoint("llama", tmp_path)
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        load(path)
+    monkeypatch.setattr(Path, "open", lambda *_arguments: pytest.fail("a pipe was opened"))
+    assert safetensors_headers(path) == {}

@@ -41,6 +41,8 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     # Fields that are nothing to transformers.
     ("gptj", {"rope_theta": 77.0, "rope_scaling": LINEAR, "partial_rotary_factor": 0.25}),
     ("codegen", {"rope_theta": 77.0, "rope_parameters": LINEAR}),
+    ("deepseek_v2", {"rope_interleave": False}),
+    ("minicpm3", {"rope_interleave": True}),
     ("olmo", {"rms_norm_eps": 0.3}),
     ("opt", {"rms_norm_eps": 0.3}),
 ]
