@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -39,6 +39,16 @@ _LONGEST_LIST = 50                   # letters of the choices beside an option
 
 class ShortUsage(argparse.HelpFormatter):
     """Long choices are listed in an option's text, which is folded. argparse has them in the usage and beside the option."""
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None = None
+    ) -> None:
+        """`[options]` for those that may be left out: each is explained below."""
+        listed = list(actions)
+        if usage is None and any(each.option_strings and each.dest != "help" for each in listed):
+            listed = [each for each in listed if each.required or not each.option_strings]
+            listed.append(argparse.Action([], "options", nargs="?", metavar="options"))
+        super().add_usage(usage, listed, groups, prefix)
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
         if _long_choices(action):

@@ -115,7 +115,11 @@ def test_the_commands() -> None:
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
-    assert ended.value.code == 0 and f"ridgeline {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and f"ridgeline {command}" in shown
+    usage = shown.partition("\n\n")[0]
+    assert len(usage.splitlines()) <= 3, "options are listed once, below"
+    assert "[options]" in usage or "--" not in shown.replace("--help", "")
 
 
 def test_the_overview_names_what_other_programs_call_a_command(capsys: pytest.CaptureFixture[str]) -> None:
