@@ -68,9 +68,15 @@ class RuleIndex:
             else:
                 self._patterns.append((place, pattern))
         self._globs = _by_rarest_piece(globs)
+        self._first: dict[tuple[str, ...], int | None] = {}      # plans ask for the same modules of a mixture again and again
 
     def first(self, spellings: Iterable[str]) -> int | None:
-        names = list(spellings)
+        names = tuple(spellings)
+        if names not in self._first:
+            self._first[names] = self._search(names)
+        return self._first[names]
+
+    def _search(self, names: tuple[str, ...]) -> int | None:
         best = min((place for name in names for place in self._looked_up(name)), default=None)
         for place, pattern in self._patterns:
             if best is not None and place > best:

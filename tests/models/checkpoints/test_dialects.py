@@ -342,6 +342,16 @@ def test_a_long_list_of_names_is_not_searched_for_every_tensor(config: dict[str,
     assert len(tried) < 10
 
 
+def test_a_rule_is_searched_once_for_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of a mixture asks for thousands of names, dozens of times each."""
+    index = recipe_file.RuleIndex([(r".*down_proj", None), ("lm_head", None)])
+    searched: list[tuple[str, ...]] = []
+    search = recipe_file.RuleIndex._search
+    monkeypatch.setattr(recipe_file.RuleIndex, "_search", lambda self, names: (searched.append(names), search(self, names))[1])
+    assert [index.first([name]) for name in ("a.down_proj", "lm_head", "b") * 3] == [0, 1, None] * 3
+    assert len(searched) == 3
+
+
 def test_auto_round_signs_what_it_writes_as_compressed_tensors() -> None:
     """Of MXFP4 and MXFP8 alone (0.16)."""
     signed = {"provider": "auto-round", "moe_sparsity_config": None, "global_compression_ratio": None}
