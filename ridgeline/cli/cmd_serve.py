@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"note: {note}", file=sys.stderr)
     require_model(config)
     keys = load_keys(options)
-    quality = quality_line(config, options.require_quality)
+    quality, path = quality_line(config, options.require_quality), model_path(config)
+    headless = path.is_dir() and load_model_config(path).headless
     supervision = Supervision(max_restarts=options.max_engine_restarts, silence=float(options.engine_timeout))
     kind = ReplicatedLLM if config.parallel.data_parallel_size > 1 else AsyncLLM
     llm = kind(**config.flat(), supervision=supervision)
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         def on_ready(service: Service, address: str) -> None:
             until_ready.close()
             service.quality = quality
-            if not say(welcome(service, address, quality)):
+            if not say(welcome(service, address, quality, headless)):
                 logger.warning("ready: %s/v1 (standard output cannot be written to)", address)
 
         run_server(llm, options, tick, on_ready, keys)
@@ -114,7 +115,8 @@ def quality_line(config: EngineConfig, required: str = "") -> str:
     return ""
 
 
-def welcome(service: Service, address: str, quality: str = "") -> str:
+def welcome(service: Service, address: str, quality: str = "", headless: bool = False) -> str:
+    """`headless`: the model gives vectors alone."""
     ready = service.llm.ready
     assert ready is not None
     facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, ready after {since_start():.1f} s"
@@ -130,7 +132,7 @@ def welcome(service: Service, address: str, quality: str = "") -> str:
             f"ready: {address}/v1  (Ctrl-C stops)",
             f"dashboard: {address}/dashboard",
             "",
-            example(service, address),
+            example(service, address, headless),
             "",
         ]
     )
@@ -147,12 +149,14 @@ def engine_lines(engines: Sequence[AsyncLLM]) -> list[str]:
     return lines
 
 
-def example(service: Service, address: str) -> str:
+def example(service: Service, address: str, headless: bool) -> str:
     """A curl line that works with this model."""
     tokenizer = service.tokenizer
     path = "completions"
     body: dict[str, Any]
-    if tokenizer is None:
+    if headless:
+        path, body = "embeddings", {"input": [1, 2, 3] if tokenizer is None else "The sea is blue"}
+    elif tokenizer is None:
         body = {"prompt": [1, 2, 3]}
     elif tokenizer.chat_template is None:
         body = {"prompt": "The capital of France is", "temperature": 0}

@@ -416,6 +416,8 @@ def test_what_a_ready_server_says() -> None:
         "memory: weights 1.60 GB, KV cache 4.70 GB", "sampling defaults: temperature 0.2, top_p 0.9 (the model's card)",
         "ready: http://here:1/v1  (Ctrl-C stops)", "dashboard: http://here:1/dashboard",
     ]
+    assert lines[-1].startswith("curl http://here:1/v1/completions ")
+    assert "/v1/embeddings " in welcome(service, "http://here:1", headless=True).splitlines()[-1]
 
 
 def test_the_help_of_serve_is_in_groups_with_every_default(capsys: pytest.CaptureFixture[str]) -> None:
