@@ -80,6 +80,8 @@ class LLM:
         _require_no_adapter(lora_request)
         listed = _as_list(prompts)
         params = _one_each("sampling_params", sampling_params, SamplingParams, self.get_default_sampling_params(), listed)
+        as_now = {id(each): each.clone() for each in params}             # checked again: callers change fields
+        params = [as_now[id(each)] for each in params]
         priorities = _one_each("priority", priority, int, 0, listed)
         return self._run(self._processor.requests(listed, params, priorities), use_tqdm)
 

@@ -6,6 +6,7 @@ weights and needs no torch. Code inside a model directory is never run.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -207,6 +208,11 @@ class ModelConfig:
         return 1 + self.own_mlp_norm if self.parallel else 2 * self.pre_norms + 2 * self.post_norms
 
 
+@functools.cache                         # once: a start reads the config several times
+def _warn_of_adapter(path: Path) -> None:
+    logger.warning("%s also has a LoRA adapter, which is not applied: merge it first, if answers should be its own", path)
+
+
 def load_model_config(path: str | Path) -> ModelConfig:
     """From a directory with config.json or a .gguf file."""
     path = Path(path)
@@ -229,7 +235,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
             hint = "params.json is its makers' own format; give the model's Hugging Face directory"
         raise ModelError(f"{path} has no config.json: {hint}")
     if (path / "adapter_config.json").is_file():
-        logger.warning("%s also has a LoRA adapter, which is not applied: merge it first, if answers should be its own", path)
+        _warn_of_adapter(path)
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
     return hf_model_config(

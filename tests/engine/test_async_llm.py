@@ -243,6 +243,14 @@ def test_aborting_one_prompt_of_several_leaves_the_others(llm: AsyncLLM, run: Ru
             assert output.outputs[0] == alone[place]
 
 
+def test_parameters_that_were_changed_are_checked_again(llm: AsyncLLM, run: Run) -> None:
+    """The engine's process takes them as checked."""
+    changed = SamplingParams(max_tokens=2)
+    changed.top_p = 2.0
+    with pytest.raises(BadRequest, match=r"^top_p "):
+        run(final(llm, "abc", changed))
+
+
 def test_a_stream_of_no_prompts_ends_at_once(llm: AsyncLLM, run: Run) -> None:
     async def read() -> tuple[list[Any], list[Any]]:
         stream = await llm.stream([], GREEDY)

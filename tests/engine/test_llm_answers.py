@@ -141,3 +141,19 @@ def test_top_p_of_0_is_the_likeliest_token_as_on_the_server() -> None:
     assert SamplingParams(top_p=0).top_p == ONLY_THE_LIKELIEST
     with pytest.raises(BadRequest, match="top_p must be a number greater than 0"):
         SamplingParams(top_p=-0.1)
+
+
+def test_parameters_that_were_changed_are_checked_again(llm: LLM) -> None:
+    """`params = llm.get_default_sampling_params()`, and then `params.stop = "END"`: it ended at an E; n of 0 waited for ever."""
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    whole = llm.generate("Hello", greedy, use_tqdm=False)[0].outputs[0].text
+    stop: Any = whole[2:5]
+    greedy.stop = stop
+    ended, = llm.generate("Hello", greedy, use_tqdm=False)[0].outputs
+    assert (ended.text, ended.stop_reason) == (whole[: whole.index(stop)], stop)
+    assert greedy.stop == stop                           # the caller's own is as it was
+    for name, value in (("top_p", 2.0), ("max_tokens", 0), ("stop_token_ids", [-1])):
+        changed = SamplingParams()
+        setattr(changed, name, value)
+        with pytest.raises(BadRequest, match=rf"^{name} "):
+            llm.generate(["Hello", "What"], [SamplingParams(), changed], use_tqdm=False)

@@ -186,6 +186,8 @@ class AsyncLLM:
 
         Leaving the loop early aborts the request.
         """
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = sampling_params.clone()    # checked again: callers change fields
         kind = (sampling_params or SamplingParams()).output_kind
         stream = await self.stream([prompt], sampling_params, request_id, priority, caller=caller)
         try:

@@ -41,7 +41,7 @@ from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
 from ridgeline.runner.shared_prefix import FEWEST_ROWS, FEWEST_SAVED
-from ridgeline.sampling_params import SamplingParams
+from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 from ridgeline.sizes.graph_shapes import GraphShapes, decode_sizes, most_queries
 from ridgeline.sizes.kv_spec import groups_here
 
@@ -56,7 +56,9 @@ CHOSEN: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "logprobs": 1},
 )
-EDITED: tuple[dict[str, Any], ...] = ({}, {"repetition_penalty": 1.1}, {"structured_outputs": {"regex": "a"}})
+EDITED: tuple[dict[str, Any], ...] = (
+    {}, {"repetition_penalty": 1.1}, {"structured_outputs": StructuredOutputs(regex="a")},
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from folders import FAKES, import_path
 
+from ridgeline import sampling_params
 from ridgeline.ops.experts.expert_products import code_tile_for, tile_for
 from ridgeline.ops.experts.expert_tiles import MOST_PAIRS
 from ridgeline.ops.experts.packed_products import packed_tile_for
@@ -241,3 +242,11 @@ def test_tables_of_all_groups_are_aligned() -> None:
 
 def test_a_step_is_greedy_unless_it_says_otherwise() -> None:
     assert KernelStep([1]).params.temperature == 0
+
+
+def test_parameters_of_steps_need_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's process makes them, which checks and changes none."""
+    found = [step.params for step in kernel_steps(64, 512, 1024, drafts=True)]
+    monkeypatch.setattr(sampling_params, "_are_checked", True)
+    for mine, checked in zip(kernel_steps(64, 512, 1024, drafts=True), found, strict=True):
+        assert repr(mine.params).replace("temperature=0,", "temperature=0.0,") == repr(checked)
