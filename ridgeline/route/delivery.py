@@ -33,10 +33,13 @@ from ridgeline.server.http.stream import Send, send_part
 logger = get_logger("route")
 
 EVENTS_PER_TURN = 64                 # of one stream that are read before others have their turn: 3 ms
-MOST_REFUSAL = 2**16                 # bytes of an answer 429, 502 or 503, kept while other replicas are asked
+MOST_REFUSAL = 2**16                 # bytes of an answer that is kept while other replicas are asked
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
-_RETRIED = (429, 502, 503)
+# Perhaps of this replica alone: its model was changed, or its engine fails. Idle as it is, it would be chosen again and again.
+# But it may be the request's mistake, so that no client can take replicas down by it.
+_PERHAPS = (404, 500)
+_RETRIED = (*_BUSY, 502, *_PERHAPS)
 # Of one connection, not of the answer; and those that the router writes itself.
 _NOT_PASSED = frozenset({
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"te", b"trailer", b"upgrade",
@@ -92,7 +95,8 @@ class Delivery:
         return AnswerEvents(self._request.hide_usage, self._request.is_exact, self._request.one_choice)
 
     async def _give_up(self, tried: Collection[int]) -> None:
-        self._fleet.counts["broken_streams" if self.started else "refused"] += 1
+        if self.started or self._refusal is None or self._refusal[0] not in _PERHAPS:
+            self._fleet.counts["broken_streams" if self.started else "refused"] += 1
         if self.started:
             await self.end_with_error(503, _BROKEN, "service_unavailable_error", "replica_failed")
         elif self._refusal is None and tried:
@@ -145,9 +149,11 @@ class Delivery:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
         self._refusal = answer.status, headers, await answer.body(MOST_REFUSAL)
-        if answer.status not in _BUSY:
+        if answer.status == 500:
+            logger.warning("%s answers 500 to request %s", replica.url, self._request.request_id.decode("latin-1"))
+        elif answer.status == 502:
             replica.fail(f"it answers {answer.status}")
-        elif not self._request.has_deadline and not answer.header(ALONE):
+        elif answer.status in _BUSY and not self._request.has_deadline and not answer.header(ALONE):
             replica.asked_to_wait(answer.header(b"retry-after"))
 
     async def _whole(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:

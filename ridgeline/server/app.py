@@ -27,8 +27,8 @@ from ridgeline.server.http.error_bodies import body_for
 from ridgeline.server.http.failures import describe, http_error
 from ridgeline.server.http.root_path import plain_prefix
 from ridgeline.server.http.stream import JsonText, json_response
-from ridgeline.server.observe import dashboard, fleet_endpoint, prometheus, roofline_endpoint
-from ridgeline.server.service import NOT_READY, Service
+from ridgeline.server.observe import dashboard, fleet_endpoint, health, prometheus, roofline_endpoint
+from ridgeline.server.service import Service
 from ridgeline.version import __version__
 
 
@@ -61,7 +61,7 @@ def make_app(service: Service) -> Starlette:
             *first_contact.routes(service),
             *_ollama(service),
             *_llamacpp(service),
-            *_health(service),
+            *health.routes(service),
             *_pages(service),
         ],
         exception_handlers={HTTPException: http_error, RidgelineError: _failed, Exception: _failed},
@@ -97,35 +97,6 @@ def _llamacpp(service: Service) -> list[Route]:
         _post("/apply-template", Question(service, llama_server.apply_template, prompt_field="messages")),
         _post("/infill", Question(service, llama_server.infill)),
         *llama_server.routes(service),
-    ]
-
-
-def _health(service: Service) -> list[Route]:
-    llm = service.llm
-
-    async def health(request: Request) -> Response:
-        blocks = llm.ready.num_blocks if llm.ready else 0
-        counts: dict[str, Any] = {
-            "requests": llm.num_open, "running": llm.running, "free_blocks": llm.free_blocks, "num_blocks": blocks,
-        }
-        if len(llm.engines) > 1:
-            counts["engines"] = [each.state for each in llm.engines]
-        if service.state == "ok":
-            return json_response({"status": "ok", **counts})
-        reason = {"code": 503, "message": NOT_READY[service.state], "type": "unavailable_error"}     # as llama.cpp's is
-        return json_response({"status": service.state, **counts, "error": reason}, 503)
-
-    async def live(request: Request) -> Response:
-        return json_response({"status": "ok"})           # of this process; /health reports the engine
-
-    async def ping(request: Request) -> Response:
-        return Response(status_code=200 if service.state == "ok" else 503)
-
-    return [
-        Route("/health", health),
-        Route("/health/ready", health),
-        Route("/health/live", live),
-        Route("/ping", ping, methods=["GET", "POST"]),
     ]
 
 

@@ -44,6 +44,7 @@ from ridgeline.server.http.root_path import RootPath
 from ridgeline.server.last_exit import LastExit
 from ridgeline.server.long_bodies import LongBodies
 from ridgeline.server.observe import admin
+from ridgeline.server.observe.health import HealthChecks
 from ridgeline.server.observe.tracing import start_tracing
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service, model_name
@@ -133,7 +134,7 @@ class HttpServer(ListeningServer):
     """uvicorn with a graceful shutdown: let running requests finish for a while, then fail them and end the engine."""
 
     def __init__(self, service: Service) -> None:
-        guarded = HostGuard(make_app(service), service.options, len(service.keys) > 0)
+        guarded = HostGuard(HealthChecks(make_app(service), service), service.options, len(service.keys) > 0)
         app = RootPath(Gate(guarded, service.options, service.keys), service.options.root_path)
         super().__init__(http_config(app, service.options), service.options.max_connections)
         self._service = service

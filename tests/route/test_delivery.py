@@ -115,6 +115,24 @@ def test_a_refused_request_goes_to_another_replica(status: int) -> None:
     routed(test, FakeReplica(), FakeReplica())
 
 
+@pytest.mark.parametrize("status", [404, 500])
+def test_what_one_replica_cannot_answer_another_may(status: int) -> None:
+    """One with another model, or a broken engine, is healthy and idle: it was given half of all requests, and failed them."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        bad = first_of(router)
+        replicas[bad].behaviours = [Behaviour(status=status)]
+        for _ in range(8):                                   # a retry takes a turn, too: it is asked first every time
+            assert (await router.ask(CHAT)).text == SAID
+        assert len(replicas[bad].seen) == 8 == router.fleet.counts["retries"]
+        assert router.fleet.usable() == [0, 1]               # no client can take it down
+        replicas[1 - bad].behaviours = [Behaviour(status=status)]
+        call = await router.ask(CHAT)                        # it was the request's mistake: the replicas' own words
+        assert call.status == status and json.loads(call.body) == {"error": {"message": "as scripted"}}
+        assert not router.fleet.counts["refused"] and router.fleet.usable() == [0, 1]
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
 def test_when_all_are_busy_the_client_learns_when_to_return() -> None:
     busy = Behaviour(status=429, headers={"retry-after": "9"})
 

@@ -208,7 +208,7 @@ def _headers_to_send(headers: Headers) -> bytes:
 
 def request_id(headers: Headers) -> bytes:
     """The client's id, if it is safe in a header and in a log."""
-    given = _value(headers, b"x-request-id")
+    given = _value(headers, b"x-request-id").strip(b" \t")       # the parser leaves blanks at the end, which are no part of it
     return given if _REQUEST_ID.fullmatch(given) else b""
 
 

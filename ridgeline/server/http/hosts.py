@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import lru_cache
 from typing import Any
 
 from ridgeline.errors import ConfigError
@@ -55,6 +56,7 @@ class HostGuard:
             await send_json(send, 421, body_for(scope["path"], scope["headers"], 421, body))
 
 
+@lru_cache(maxsize=64)                                   # clients send the same few, and to read an address takes long
 def host_name(header: bytes) -> str | None:
     """The name or address in a Host header, without its port; None when it holds something else."""
     match = _HOST.fullmatch(header.decode("latin-1").strip())

@@ -216,6 +216,10 @@ def test_request_ids_are_echoed_if_they_are_harmless(given: str, echoed: bool) -
     assert ask(headers={"x-request-id": given}).header("x-request-id")       # a refused request has one, too
 
 
+def test_blanks_around_a_request_id_are_no_part_of_it() -> None:
+    assert ask(headers={"x-request-id": "abc-1 \t", "x-api-key": "sk-one"}).header("x-request-id") == "abc-1"
+
+
 @pytest.mark.reliability("B-08")
 @pytest.mark.parametrize(
     ("given", "seconds"),

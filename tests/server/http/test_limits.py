@@ -19,7 +19,7 @@ from served_model import wait_until
 
 from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server import unread
-from ridgeline.server.http import connection_limits
+from ridgeline.server.http import connection_limits, hosts
 from ridgeline.server.http.admission import Slots
 from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.hosts import HostGuard
@@ -493,6 +493,13 @@ def status_for(options: ServerOptions, *hosts: bytes, has_keys: bool = False) ->
     if sent[0]["status"] != 200:
         assert json.loads(sent[1]["body"])["error"]["message"]
     return int(sent[0]["status"])
+
+
+def test_a_host_that_was_seen_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses take longest, and a flood of health checks names the same one."""
+    assert hosts.host_name(b"127.0.0.1:4321") == "127.0.0.1"
+    monkeypatch.setattr(hosts, "_is_address", lambda name: pytest.fail(f"{name} was read again"))
+    assert hosts.host_name(b"127.0.0.1:4321") == "127.0.0.1"
 
 
 @pytest.mark.reliability("S-04b")
