@@ -6,6 +6,7 @@ attention scores are large enough for caps, windows and rotations to matter.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import shutil
@@ -183,7 +184,7 @@ def build_config(name: str, **overrides: Any) -> Any:
     kind, differences = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Llama4") else f"{kind}Config")
     eager = EAGER_EXPERTS if any("expert" in name for name in differences) else {}
-    return config_class(**BASE | eager | differences | overrides)
+    return config_class(**copy.deepcopy(BASE | eager | differences | overrides))         # transformers changes what it is given
 
 
 def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
