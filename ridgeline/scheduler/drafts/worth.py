@@ -3,7 +3,8 @@
 The controller weighs each step's drafts by the time of its shape. But to look for drafts takes the host's time in every step,
 also in those that end up without any, and a small model's steps do not hide it. So what came of it is counted as a whole, as a
 debt: steps lost, less steps gained. Every step pays off a small share of itself. Beyond a limit no drafts are looked for until
-enough is paid off. So all that is lost is that share of the time and the limit, however short a server runs.
+enough is paid off. So what is lost is that share of the time and the limit, however short a server runs; a step that takes far
+longer than others counts for little, because few do so for their drafts.
 
 Few rows and many are counted apart: what one row gains does not excuse what four lose.
 """
