@@ -63,7 +63,7 @@ def asked(**given: Any) -> Namespace:
 
 def test_what_says_most_comes_first(study: ModuleType) -> None:
     keys = study.wanted(asked())
-    assert keys[:2] == [study.Key(64, 640, 0.8, "auto"), study.Key(64, 640, 0.8, "3")]
+    assert keys[:2] == [study.Key(256, 640, 0.3, "auto"), study.Key(256, 640, 0.3, "1")]
     assert [key.context for key in keys] == sorted(key.context for key in keys) and len(keys) == len(set(keys))
     cells = {(key.batch, key.context, key.alpha) for key in keys if key.width == "auto"}
     assert cells == {(batch, context, alpha) for batch in study.BATCHES for context in (640, 8192) for alpha in study.ALPHAS}
@@ -87,6 +87,17 @@ def test_the_controller_is_judged_by_the_best_width_beside_it(study: ModuleType)
     assert [each["holds"] for each in judged] == [False, True, False]
     assert judged[0]["of_best"] == pytest.approx(1.71 / 1.92) and judged[1]["of_best"] is None
     assert judged[2]["of_best"] == pytest.approx(0.97)           # off is a width, too
+
+
+def test_rounds_end_early_only_where_the_controller_holds_both_bars_in_all_of_them(study: ModuleType) -> None:
+    def blocks(*seconds: float) -> list[Any]:
+        return [study.Block({}, seconds=each, tokens=1) for each in seconds]
+
+    off = blocks(1.0, 1.0)
+    assert study._clear(off, {"auto": blocks(0.50, 0.50), "3": blocks(0.49, 0.49), "1": blocks(0.4, 2.0)})
+    assert not study._clear(off, {"auto": blocks(0.50, 0.52), "3": blocks(0.49, 0.49)})       # 0.94 of the best
+    assert not study._clear(off, {"auto": blocks(1.00, 1.03), "1": blocks(1.20, 1.20)})       # 0.97 of off
+    assert study._clear(off, {"3": blocks(1.2, 1.2)})
 
 
 def test_it_ends_in_time_goes_on_and_refuses_other_records(

@@ -8,8 +8,10 @@ best, for each batch, chance and context (`important`). It ends within `--second
 `--out` ends. The second one measures all combinations of what is named.
 
 A dial stands in for a proposer: it knows the tokens of the run without drafts, and names each with probability alpha, otherwise a
-wrong one. Kernels, verification and scheduling are the real ones. Blocks with and without drafts alternate in one process, and a
-cell's figure is the median of the ratios of neighbours.
+wrong one. Kernels, verification and scheduling are the real ones. The widths of a batch, context and chance take turns in one
+process: a round has a block without drafts and one of each width, every second one in reverse order. A cell's figure is the
+median of its ratios to the block without drafts of the same round. There are `--pairs` rounds; fewer, but `ENOUGH`, if the
+controller holds both of its bars in every one of them.
 
 A block begins when all prompts are computed, and ends when rows have said `output` tokens each, on average. Rows may say half as
 many again, so the batch stays full: with drafts rows do not end together, and a few rows at the end would tell nothing of the
@@ -60,18 +62,20 @@ from ridgeline.scheduler.drafts.shape_times import Pace
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
 
-BATCHES, ALPHAS, CONTEXTS = (1, 8, 32, 64, 128, 256), (0.8, 0.6, 0.3, 0.0), (640, 8192)
+BATCHES, ALPHAS, CONTEXTS = (1, 8, 32, 64, 128, 256), (0.3, 0.9, 0.0, 0.6, 0.8), (640, 8192)
 WIDTHS = (1, 2, 3, 5, 7, 11, 15)
 AUTO = "auto"
 # Fixed widths that may be best, by chance and batch, from the step times that were measured; with a chance of 0, none are.
 BEST = {
+    0.9: {1: (15,), 8: (15,), 32: (5, 7), 64: (3, 5), 128: (3,), 256: (1,)},
     0.8: {1: (15,), 8: (11, 15), 32: (3, 5), 64: (3,), 128: (2, 3), 256: (1,)},
     0.6: {1: (7,), 8: (3, 7), 32: (3, 2), 64: (1, 2), 128: (1,), 256: (1,)},
     0.3: {1: (3,), 8: (1, 3), 32: (1, 3), 64: (1,), 128: (1,), 256: (1,)},
 }
-# Batches in the order of what is missing: where the controller missed its bar, where it was not measured, the others.
-ORDER = (64, 256, 128, 32, 8, 1)
+# The largest batches first, where drafts that do not pay cost most.
+ORDER = (256, 128, 64, 32, 8, 1)
 BAR_OF_BEST, BAR_OF_OFF = 0.97, 0.98
+ENOUGH = 4                           # rounds, if all of them say the same
 LOUD = 4096.0                        # of the embedding: then it outweighs what 32 layers add
 SPARE = 1.5                          # tokens that a row may say, of those that it should on average
 Answers = dict[str, list[int]]
@@ -209,37 +213,60 @@ class Cell:
         self._block.device += result.device_seconds
         return result
 
-    def measure(self, alpha: float, width: str, pairs: int, times: Pace, end: float) -> dict[str, Any]:
-        """With fewer pairs, but one at least, if there is no time for all before `end`."""
+    def measure(self, alpha: float, widths: list[str], pairs: int, times: Pace, end: float) -> list[dict[str, Any]]:
+        """A row for each width. With fewer rounds, but one at least, if there is no time for all before `end`."""
         tape = Tape(self._truth, alpha, self._vocab)
         library = native.if_built()                              # as the engine's own controller has it
-        drafter: Any = Controller([tape], times, MOST_DRAFTS, native=library) if width == AUTO else Fixed(tape, int(width))
-        for _ in range(3 if width == AUTO else 1):               # graphs are captured, and the controller learns
-            tape.renew()
-            self.run(drafter)
-        found: dict[str, list[Block]] = {"off": [], "on": []}
-        before, began = _counts(drafter), time.monotonic()
-        for pair in range(pairs):
-            if pair and time.monotonic() + (time.monotonic() - began) / pair > end:
+        drafters: dict[str, Any] = {width: Fixed(tape, int(width)) for width in widths if width != AUTO}
+        if AUTO in widths:
+            drafters[AUTO] = Controller([tape], times, MOST_DRAFTS, native=library)
+        for width, drafter in drafters.items():                  # graphs are captured, and the controller learns
+            for _ in range(3 if width == AUTO else 1):
+                tape.renew()
+                self.run(drafter)
+        before = {width: _counts(drafter) for width, drafter in drafters.items()}
+        off: list[Block] = []
+        found: dict[str, list[Block]] = {width: [] for width in widths}
+        began = time.monotonic()
+        while len(off) < pairs and not (len(off) >= ENOUGH and _clear(off, found)):
+            if off and time.monotonic() + (time.monotonic() - began) / len(off) > end:
                 break
             tape.renew()
-            for name in ("off", "on") if pair % 2 == 0 else ("on", "off"):
-                found[name].append(self.run(drafter if name == "on" else NoDrafter()))
-        proposed, accepted = (_counts(drafter) - before).tolist()
-        off, on = found["off"], found["on"]
-        ratios = [one.each / other.each for one, other in zip(off, on, strict=True)]
+            turns: list[str | None] = [None, *widths]
+            for width in turns if len(off) % 2 == 0 else turns[::-1]:
+                blocks, drafter = (off, NoDrafter()) if width is None else (found[width], drafters[width])
+                blocks.append(self.run(drafter))
+        return [self._row(off, found[width], _counts(drafters[width]) - before[width]) | {"width": width} for width in widths]
+
+    def _row(self, off: list[Block], on: list[Block], counts: np.ndarray) -> dict[str, Any]:
+        proposed, accepted = counts.tolist()
+        ratios = _ratios(off, on)
         steps = sum(block.steps for block in on)
         return {
             "speedup": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios), "pairs": len(ratios),
             "off_tok_s": 1 / statistics.median(block.each for block in off),
             "on_tok_s": 1 / statistics.median(block.each for block in on),
             "acceptance": accepted / max(1, proposed), "agreement": min(self._agreement(block) for block in on),
-            "drafts_per_step": proposed / steps, "off": _of_a_step(off), "on": _of_a_step(on),
+            "drafts_per_step": proposed / steps, "off": _of_a_step(off), "on": _of_a_step(on), "ratios": ratios,
         }
 
     def _agreement(self, block: Block) -> float:
         both = [zip(said, self._truth[key], strict=False) for key, said in block.answers.items()]
         return float(np.mean([one == other for pairs in both for one, other in pairs]))
+
+
+def _ratios(off: list[Block], on: list[Block]) -> list[float]:
+    return [one.each / other.each for one, other in zip(off, on, strict=True)]
+
+
+def _clear(off: list[Block], found: dict[str, list[Block]]) -> bool:
+    """Did the controller, if it is among them, hold both bars in every round? The best width is that of all rounds."""
+    ratios = {width: _ratios(off, blocks) for width, blocks in found.items()}
+    auto = ratios.pop(AUTO, None)
+    if auto is None:
+        return True
+    best = max(ratios.values(), key=statistics.median, default=[])
+    return min(auto) >= BAR_OF_OFF and all(own >= BAR_OF_BEST * other for own, other in zip(auto, best, strict=False))
 
 
 def _of_a_step(blocks: list[Block]) -> dict[str, float]:
@@ -264,7 +291,8 @@ def start(args: argparse.Namespace, most_rows: int) -> EngineCore:
     options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True} if args.shape else {}
     longest = max(args.context) + math.ceil((SPARE - 0.5) * args.output) + 2 * MOST_DRAFTS
     core = EngineCore.start(EngineConfig.of(
-        model=model, max_model_len=longest, max_num_seqs=most_rows, speculative_config="ngram", **options,
+        model=model, max_model_len=longest, max_num_seqs=most_rows, speculative_config="ngram",
+        kv_cache_dtype=args.kv_cache_dtype, **options,
     ))
     if args.shape and core.config.device != "cpu":               # there numbers are wide enough
         assert isinstance(core.executor, LocalExecutor)
@@ -331,8 +359,8 @@ def already(path: Path | None, workload: dict[str, Any]) -> list[dict[str, Any]]
     if path is None or not path.exists():
         return []
     before = json.loads(path.read_text())
-    same = {name: before["workload"].get(name) for name in ("model", "output")} == {
-        name: workload[name] for name in ("model", "output")}
+    same_for_all = ("model", "kv_cache_dtype", "output")
+    same = {name: before["workload"].get(name) for name in same_for_all} == {name: workload[name] for name in same_for_all}
     if before.get("benchmark") != "speculation" or not same or before.get("source") != source_hash():
         raise SystemExit(f"{path} is a record of another workload or of other source code; name another file, or remove it")
     return list(before["figures"]["cells"])
@@ -371,10 +399,11 @@ class Study:
         longest = key.context + math.ceil((SPARE - 0.5) * self._args.output) + 2 * MOST_DRAFTS
         return key.batch * longest <= config.num_blocks * config.groups[0].block_size
 
-    def measure(self, key: Key) -> bool:
-        """False: there is no time left for it."""
-        at = (key.batch, key.context)
-        new = 0 if at in self._cells else key.batch * key.context
+    def measure(self, keys: list[Key]) -> bool:
+        """Widths of one batch, context and chance. False: there is no time left for them."""
+        first = keys[0]
+        at = (first.batch, first.context)
+        new = 0 if at in self._cells else first.batch * first.context
         if time.monotonic() + self._longest + self._prompts * new > self._end:
             return False
         began = time.monotonic()
@@ -382,10 +411,10 @@ class Study:
         if new:
             self._prompts = max(self._prompts, (time.monotonic() - began) / new)
         began = time.monotonic()
-        row = {"batch": key.batch, "context": key.context, "alpha": key.alpha, "width": key.width}
-        self.found.append(row | cell.measure(key.alpha, key.width, self._args.pairs, self._times, self._end))
+        for row in cell.measure(first.alpha, [key.width for key in keys], self._args.pairs, self._times, self._end):
+            self.found.append({"batch": first.batch, "context": first.context, "alpha": first.alpha} | row)
+            print(json.dumps(self.found[-1]), flush=True)
         self._longest = max(self._longest, time.monotonic() - began)
-        print(json.dumps(self.found[-1]), flush=True)
         self.write([])
         return True
 
@@ -414,8 +443,8 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def workload(args: argparse.Namespace, dtype: str = "") -> dict[str, Any]:
-    of = args.shape or args.model
-    return {"command": command(args.out), "model": of, "dtype": dtype, "output": args.output, "pairs": args.pairs}
+    given = {name: getattr(args, name) for name in ("kv_cache_dtype", "output", "pairs")}
+    return {"command": command(args.out), "model": args.shape or args.model, "dtype": dtype} | given
 
 
 def main() -> None:
@@ -427,9 +456,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", help=f"default: {CONTEXTS}")
     parser.add_argument("--width", type=int, nargs="+", help="default: those that may be best")
     parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=10, help="rounds")
     parser.add_argument("--cells", nargs="+", help="BATCH:WIDTH or BATCH:auto, in the place of all batches and widths")
     parser.add_argument("--seconds", type=float, default=math.inf, help="it ends within that long")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 holds 128 rows with 8k tokens of an 8B model on one H200")
     parser.add_argument("--prepare", type=float, default=60, help="seconds in which graphs may be captured before the first cell")
     parser.add_argument("--out", help="the record; it is written after each cell, and continued if it is there")
     args = parser.parse_args()
@@ -446,8 +476,11 @@ def main() -> None:
     core = start(args, max(key.batch for key in keys))
     study = Study(args, core, found, end)
     left = 0
+    together: dict[tuple[int, int, float], list[Key]] = {}
     for key in filter(study.fits, keys):
-        left += not study.measure(key)
+        together.setdefault((key.batch, key.context, key.alpha), []).append(key)
+    for group in together.values():
+        left += 0 if study.measure(group) else len(group)
     study.write([key for key in keys if not study.fits(key)])
     core.close()
     print(table(study.found))
