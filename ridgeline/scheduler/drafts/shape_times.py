@@ -220,8 +220,12 @@ class ShapeTimes:
         return self.changes and self._steps - shape.newest > _STALE
 
     def _fresh(self, measured: _Measured) -> _Measured:
-        """Without what is stale; all of it, if everything is."""
-        found = {bound: {size: each for size, each in own.items() if not self._is_stale(each)} for bound, own in measured.items()}
+        """Without what is stale; all of it, if everything is. Steps without drafts are measured again now and then by themselves,
+        and are never guessed from steps with some: all gains are relative to them."""
+        found = {
+            bound: {size: each for size, each in own.items() if bound == PLAIN or not self._is_stale(each)}
+            for bound, own in measured.items()
+        }
         return found if any(found.values()) else measured
 
     def _between(self, points: dict[int, float], sizes: np.ndarray, model: np.ndarray, bits: int) -> np.ndarray:

@@ -584,6 +584,26 @@ def test_times_are_kept_as_measured() -> None:
     assert times.measured(4, 100) and not times.measured(8, 100) and not times.measured(4, 1000)
 
 
+def test_steps_without_drafts_are_not_guessed_from_those_with_some() -> None:
+    """Not even where there were none for long: a row that copies has drafts in hundreds of steps."""
+    times = ShapeTimes(careful, GRAPHS)
+    times.observe(1, 1, 1, CONTEXT, 3.8e-3)
+    for _ in range(300):
+        times.observe(1, 16, 16, CONTEXT, 4.4e-3)
+    assert times.seconds(1, CONTEXT) == 3.8e-3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bad_luck_does_not_end_drafts_that_gain_much(seed: int) -> None:
+    """Four wrong steps in a row did, for 350 steps: those without drafts were believed to take less than half of their time."""
+    run = Dial(1, 0.9, as_measured, careful, GRAPHS)
+    run.rng.seed(seed)
+    run.run(50)
+    before = len(run.widths)
+    run.run(450)
+    assert sum(width > 0 for width in run.widths[before:]) >= 0.95 * 450
+
+
 def test_times_of_other_contexts_are_scaled_by_the_model() -> None:
     times = ShapeTimes(lambda tokens, keys: 1.0 + keys / 1000, GraphShapes(2, 8, 8))
     times.observe(1, 1, 1, 1000, 4.0)
