@@ -396,30 +396,6 @@ def test_while_it_drains_open_streams_finish_and_new_requests_are_refused() -> N
     routed(test, FakeReplica())
 
 
-def test_health_checks_take_a_replica_down_and_back() -> None:
-    async def test(router: Router, replica: FakeReplica) -> None:
-        one = router.fleet.replicas[0]
-        replica.health = 500
-        for up in (True, True, False, False):
-            await one.check(60.0)
-            assert one.up == up
-        assert [one.pause(5.0)] == [10.0]                    # 5 s, doubled for each failure beyond the third
-        one.failed = 50
-        assert one.pause(5.0) == 30.0
-        replica.health = 200
-        await one.check(60.0)
-        assert one.up and one.pause(5.0) == 5.0
-        replica.health = 503                                 # it loads or stops, and says so
-        for _ in range(4):
-            await one.check(60.0)
-            assert not one.up and one.pause(5.0) == 5.0
-        replica.health = 404                                 # a server without /health
-        await one.check(60.0)
-        assert one.up
-
-    routed(test, FakeReplica())
-
-
 def test_keys() -> None:
     async def test(router: Router, one: FakeReplica, other: FakeReplica) -> None:
         assert (await router.ask(CHAT)).status == 401
