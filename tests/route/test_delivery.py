@@ -462,3 +462,23 @@ def test_pages_and_paths() -> None:
         assert len(replica.seen) == 1
 
     routed(test, FakeReplica())
+
+
+def test_head_is_answered_as_get_is_and_options_as_by_a_server() -> None:
+    """Load balancers check with HEAD: the router said 405 to all of them."""
+    async def test(router: Router, replica: FakeReplica) -> None:
+        for path in ("/health", "/ping", "/v1/models", "/", "/metrics"):
+            head, got = await router.look("HEAD", path), await router.look("GET", path)
+            names = [sorted(each.headers) for each in (head, got)]
+            assert head.status == got.status == 200 and names[0] == names[1]
+        assert [each.path for each in replica.seen] == ["/v1/models"] * 2
+        for method, path, allowed in (
+            ("OPTIONS", "/v1/chat/completions", "POST"), ("HEAD", "/v1/embeddings", "POST"), ("DELETE", "/fleet", "GET, HEAD"),
+        ):
+            refused = await router.look(method, path)
+            assert refused.status == 405 and refused.headers["allow"] == allowed
+        asked = {"origin": "http://a.example", "access_control_request_method": "POST"}
+        preflight = await router.look("OPTIONS", "/v1/chat/completions", **asked)
+        assert preflight.status == 204 and preflight.headers["access-control-allow-origin"] == "http://a.example"
+
+    routed(test, FakeReplica(), allowed_origins="http://a.example")
