@@ -1,7 +1,8 @@
 """One replica: its client, its load, and whether it may be given requests.
 
-A replica is up until several checks or requests in a row fail; a check that succeeds brings it back. Checks of a replica that is
-down become rarer. A replica that answers 429 or 503 gets no requests for the time it asks for.
+A replica is up until several checks or requests in a row fail; a check that succeeds brings it back. One that is down is checked
+as often as others, so that a restarted one does not wait. A replica that answers 429 or 503 gets no requests for the time it asks
+for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from ridgeline.route.upstream import ReplicaFailure, Upstream
 
 logger = get_logger("route")
 
-MOST_BACK_OFF = 30.0                 # seconds between checks of a replica that stays down
 RATE_SECONDS = 1.0                   # least time between two looks at its counters
 MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
@@ -44,7 +44,7 @@ class Replica:
     def succeeded(self) -> None:
         self.failed = 0
         if not self.up:
-            self.up = True
+            self.up, self.busy_until = True, 0.0         # what it asked for before it was down is over, too
             logger.warning("%s is up again", self.url)
 
     def fail(self, reason: str) -> None:
@@ -74,11 +74,6 @@ class Replica:
         self.counts["busy"] += 1
         self.busy_until = self._now() + min(MOST_RETRY_AFTER, max(0.0, seconds))
 
-    def pause(self, interval: float) -> float:
-        """Seconds until the next check."""
-        beyond = self.failed - self._most_failures
-        return interval if beyond < 0 else min(max(interval, MOST_BACK_OFF), interval * 2.0 ** min(beyond, 16))
-
     async def check(self, seconds: float) -> None:
         """One health check. A server without /health is alive if it answers at all."""
         try:
@@ -89,7 +84,7 @@ class Replica:
             self.fail(str(error) or f"/health takes longer than {seconds:g} s")
             return
         self.upstream.heard()
-        if answer.status == 503:                         # it loads or stops, and says so: down at once, and no back-off
+        if answer.status == 503:                         # it loads or stops, and says so: down at once
             self.failed = self._most_failures - 1
         if answer.status >= 500:
             self.fail(f"/health answers {answer.status}")
@@ -110,4 +105,4 @@ async def keep_checking(
         await replica.check(max(1.0, interval))
         if any(each.up for each in others if each is not replica):
             replica.give_up_silent()
-        await sleep(replica.pause(interval))  # type: ignore[misc]
+        await sleep(interval)  # type: ignore[misc]

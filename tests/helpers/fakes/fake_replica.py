@@ -155,7 +155,7 @@ def event(writer: asyncio.StreamWriter, content: dict[str, Any], cut: int = 0) -
 class Call:
     """One request to the router's app, and what its client got."""
 
-    def __init__(self, router: Router, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> None:
+    def __init__(self, router: Router, path: str, body: dict[str, Any] | None, headers: dict[str, str], method: str = "") -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.parts: list[bytes] = []
@@ -166,7 +166,8 @@ class Call:
         if body is not None:
             headers = {"content-type": "application/json"} | headers
         given = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "GET" if body is None else "POST", "path": path, "headers": given, "client": None}
+        method = method or ("GET" if body is None else "POST")
+        scope = {"type": "http", "method": method, "path": path, "headers": given, "client": None}
         self.task = asyncio.ensure_future(router.app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
@@ -219,5 +220,10 @@ class Router:
 
     async def ask(self, body: dict[str, Any] | None = None, path: str = "/v1/chat/completions", **headers: str) -> Call:
         call = self.start(body, path, **headers)
+        await asyncio.wait_for(call.task, 60)
+        return call
+
+    async def look(self, method: str, path: str, **headers: str) -> Call:
+        call = Call(self, path, None, {name.replace("_", "-"): value for name, value in headers.items()}, method)
         await asyncio.wait_for(call.task, 60)
         return call
