@@ -1,8 +1,8 @@
 """What a replica's prefix cache probably holds: an approximate prefix tree with a bounded number of nodes.
 
 A prompt is cut into chunks of CHUNK bytes. A node is a chunk together with all chunks before it, known by one hash, so the tree
-is a table of hashes. A node is never used without those before it, and is removed before them: where a prompt is not known any more
-is found by halves, with 13 probes of 8,192 chunks. Bytes, not tokens: the router has no tokenizer.
+is a table of hashes. A node is never used without those before it, and is removed before them: how far a prompt is known is found
+by halves, with 14 probes of 8,192 chunks. Bytes, not tokens: the router has no tokenizer.
 
 The tree is a guess. `correct` compares it with the cached tokens that an answer reports. Replicas evict what was used least
 recently. So when a node is missing there, everything used before that node is missing too, and the nodes that are left are as
@@ -11,7 +11,7 @@ many as the cache holds.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ class PrefixTree:
         while place < hit.nodes:                         # no node was used later than the one before it
             when = used[chain[place]]
             hit.runs.append((place, when))
-            place = bisect_left(range(hit.nodes), True, place + 1, key=lambda later, when=when: used[chain[later]] != when)
+            place = bisect_right(range(hit.nodes), -when, place, key=lambda later: -used[chain[later]])
         self._now += 1
         hit.settled = self._now if settled is None else settled
         self._touch(chain)
