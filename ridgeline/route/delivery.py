@@ -260,10 +260,12 @@ class Delivery:
             for number, part in enumerate(parts, 1):
                 if number % EVENTS_PER_TURN == 0:
                     await asyncio.sleep(0)
-                passed.append(await self._taken(part) if counted else part.data)
+                if counted:
+                    passed.append(events.take(part.data) if part.is_short else await self._taken(part))
+                else:
+                    passed.append(part.data)
         finally:                                         # also what came before an event that fails: it counts as sent
             if events.began or (passed and not counted):
-                replica.silence.heard(ticket.serial, self._fleet.now())
                 self._began(replica, ticket)
             if body := b"".join(passed):
                 events.shown = events.shown or not counted
@@ -271,7 +273,7 @@ class Delivery:
                 await send_part(self._send, body, more=True)
 
     async def _taken(self, part: Part) -> bytes:
-        """What the client shall get. An event that the threads have no time for is not read: all streams would wait for it."""
+        """What the client shall get of a long event. One that threads have no time for is not read: all streams would wait."""
         if part.is_whole:
             with suppress(Overloaded, TimedOut):
                 return await away_if_long(len(part.data), partial(self._events.take, part.data))
@@ -281,7 +283,9 @@ class Delivery:
         return with_answer(self._request.prompt, text) if text else ()
 
     def _began(self, replica: Replica, ticket: Ticket) -> None:
-        if replica.load.first_token(ticket, self._fleet.now()):
+        now = self._fleet.now()
+        replica.silence.heard(ticket.serial, now)
+        if replica.load.first_token(ticket, now):
             self._fleet.first_token.observe(ticket.first - ticket.sent)
             self._fleet.predicted_first_token.observe(ticket.predicted.first_token)
 
