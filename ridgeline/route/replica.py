@@ -2,7 +2,7 @@
 
 A replica is up until several checks or requests in a row fail; a check that succeeds brings it back. One that is down is checked
 as often as others, so that a restarted one does not wait. A replica that answers 429 or 503 gets no requests for the time it asks
-for.
+for. One that takes requests and does not answer them is chosen last (engine/replicas/silence.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ridgeline.engine.replicas.replica_load import ReplicaLoad
+from ridgeline.engine.replicas.silence import Patience, Silence
 from ridgeline.process.log import get_logger
 from ridgeline.route.upstream import ReplicaFailure, Upstream
 
@@ -22,13 +23,18 @@ MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
 
 class Replica:
-    def __init__(self, upstream: Upstream, load: ReplicaLoad, failures: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, upstream: Upstream, load: ReplicaLoad, patience: Patience, failures: int, now: Callable[[], float]
+    ) -> None:
         self.upstream = upstream
         self.load = load
+        self.silence = Silence(patience)
         self.counts: Counter[str] = Counter()            # for /metrics
         self.up = True
         self.busy_until = 0.0
         self.failed = 0                                  # checks and requests in a row
+        self._is_unheard = False                         # the last check got no answer in time
+        self._was_silent = False                         # as the log knows
         self._most_failures = failures
         self._now = now
         self._counted: tuple[float, float] | None = None         # when, and how many tokens it had made by then
@@ -40,6 +46,15 @@ class Replica:
 
     def is_usable(self, now: float) -> bool:
         return self.up and now >= self.busy_until
+
+    def can_take_over(self) -> bool:
+        """Whether requests that another one does not answer may come here."""
+        now = self._now()
+        return self.is_usable(now) and not self.is_silent(now)
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it had better be chosen last."""
+        return self._is_unheard or self.silence.is_silent(now)
 
     def succeeded(self) -> None:
         self.failed = 0
@@ -80,9 +95,11 @@ class Replica:
             async with asyncio.timeout(seconds), self.upstream.ask("GET", "/health") as answer:
                 await answer.body(2**20)
         except (TimeoutError, ReplicaFailure) as error:
+            self._is_unheard = isinstance(error, TimeoutError)
             self.upstream.unheard()
             self.fail(str(error) or f"/health takes longer than {seconds:g} s")
             return
+        self._is_unheard = False
         self.upstream.heard()
         if answer.status == 503:                         # it loads or stops, and says so: down at once
             self.failed = self._most_failures - 1
@@ -96,6 +113,22 @@ class Replica:
         if not self.up:
             self.upstream.give_up_silent(self._most_failures)
 
+    def move_late(self) -> None:
+        """Streams that have waited far too long for their first word go elsewhere."""
+        self.silence.move_late(self._now())
+
+    def tell_silence(self) -> None:
+        """In the log: when it falls silent, and when it does not any more."""
+        now = self._now()
+        if (silent := self.is_silent(now)) == self._was_silent:
+            return
+        self._was_silent = silent
+        if silent:
+            late = len(self.silence.late(now))
+            logger.warning("%s is silent (late requests: %d): others are chosen first", self.url, late)
+        else:
+            logger.warning("%s is not silent any more", self.url)
+
 
 async def keep_checking(
     replica: Replica, interval: float, others: Sequence[Replica] = (), sleep: Callable[[float], object] = asyncio.sleep
@@ -103,6 +136,10 @@ async def keep_checking(
     """`others`: where its requests can go on. Without one that is up they wait: the replica may only be very slow."""
     while True:
         await replica.check(max(1.0, interval))
-        if any(each.up for each in others if each is not replica):
+        replica.tell_silence()
+        elsewhere = [each for each in others if each.up and each is not replica]
+        if elsewhere:
             replica.give_up_silent()
+        if any(each.can_take_over() for each in elsewhere):
+            replica.move_late()
         await sleep(interval)  # type: ignore[misc]

@@ -33,6 +33,7 @@ class Behaviour:
     cached: int = 0
     prompt_tokens: int = 10
     hold: asyncio.Event | None = None    # waits for it after the first word
+    mute: asyncio.Event | None = None    # waits for it before its answer
     last: bytes = b"data: [DONE]\n\n"
     ends: bool = True                    # False: dies after the finish reason, before [DONE]
 
@@ -87,6 +88,8 @@ class FakeReplica:
     async def _answer(self, said: Behaviour, seen: Seen, writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> bool:
         usage = {"prompt_tokens": said.prompt_tokens, "completion_tokens": len(said.text.split()),
                  "prompt_tokens_details": {"cached_tokens": said.cached}}
+        if said.mute is not None:
+            await self._held(said.mute, seen, reader)
         if said.status != 200:
             return whole(writer, said.status, {"error": {"message": "as scripted"}}, said.headers)
         if seen.path == "/v1/models":
