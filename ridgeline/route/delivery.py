@@ -73,7 +73,7 @@ class Delivery:
         fleet, tried = self._fleet, self._tried
         number: int | None = None
         while len(tried) <= fleet.options.retries:
-            failed, number = number, fleet.choose(self._request.prompt, tried)
+            failed, number = number, await fleet.choose_any(self._request.prompt, tried)
             if number is None:
                 break
             if failed is not None:
@@ -230,7 +230,7 @@ class Delivery:
         await self._send_whole(answer.status, answer.headers, body)
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
-        replica.succeeded()
+        replica.answered()
         if answer.status == 200 and self._request.method == "POST":
             replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
             self._fleet.answered(replica, usage)
