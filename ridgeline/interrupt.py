@@ -1,4 +1,4 @@
-"""Ctrl-C while the modules of a command are imported: one line and exit code 130, as afterwards.
+"""Ctrl-C while the modules of a command are imported: one line and exit code 130 at once, as afterwards.
 
 Imported before everything else, and it imports next to nothing itself: until then a Ctrl-C is a traceback. A program that imports
 the package keeps its own handler, and so do child processes. What Python does before the first line of the package is out of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from types import ModuleType
 
 
 def _stop(number: int, frame: object) -> None:
@@ -34,6 +35,17 @@ def end_guard() -> None:
     """From here on a Ctrl-C is a KeyboardInterrupt: there may be something to clean up."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def import_module(name: str) -> ModuleType:
+    """Imports a module that brings torch, which takes seconds, while nothing needs to be cleaned up. torch takes an exception
+    that Ctrl-C raises in there for a numpy that is not installed: it goes on, and fails much later."""
+    guard_imports()
+    try:
+        __import__(name)
+    finally:
+        end_guard()
+    return sys.modules[name]
 
 
 def was_interrupted(error: BaseException | None) -> bool:

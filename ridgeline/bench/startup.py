@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ridgeline import interrupt
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.peak_memory import own_peak
 from ridgeline.bench.lab.record import record, write
@@ -109,7 +110,7 @@ def measure(args: argparse.Namespace, model: str, words: list[str]) -> dict[str,
     """All starts of one combination."""
     if args.shape and args.written:
         began = time.perf_counter()
-        written = importlib.import_module("ridgeline.bench.workload.written_weights").write_weights(Path(model))
+        written = interrupt.import_module("ridgeline.bench.workload.written_weights").write_weights(Path(model))
         print(f"wrote {written / 1e9:.1f} GB in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     if not args.cold:
         start_once(model, words)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
 from rich.console import Console
+
+from ridgeline import interrupt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with Console(stderr=True).status("compiling the CPU kernels"):
-        native = importlib.import_module("ridgeline.ops.cpu.native")         # imports torch, which --help does not need
+        native = interrupt.import_module("ridgeline.ops.cpu.native")         # imports torch, which --help does not need
         path = native.build()
     print(f"CPU kernels for this machine: {path}")

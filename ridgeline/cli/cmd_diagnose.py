@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import shutil
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ridgeline import interrupt
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.load.latency import Slo, parse_slo
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
@@ -103,7 +103,7 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
     options = _workload_options(args)
     # These import torch, which watching a server does not need.
     engines, peaks, watched, diagnosis, device_log = (
-        importlib.import_module(f"ridgeline.{name}")
+        interrupt.import_module(f"ridgeline.{name}")
         for name in (
             "bench.workload.bench_engine", "runner.start.measure_peaks", "diagnose.driven_run", "diagnose.diagnosis",
             "bench.lab.device_log",

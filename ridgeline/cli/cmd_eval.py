@@ -6,12 +6,12 @@ Exit code 0: done, and every gate passed; 3: a gate failed.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ridgeline import interrupt
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.cli.config_options import add_engine_options, add_model, engine_config
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     check_inputs(config.flat(), task, args.reference, own)
     # These import torch: errors in the command line are reported before.
     evaluation, engine, device_log = (
-        importlib.import_module(f"ridgeline.{name}")
+        interrupt.import_module(f"ridgeline.{name}")
         for name in ("evaluate.evaluation", "bench.workload.bench_engine", "bench.lab.device_log")
     )
     result: dict[str, Any] = evaluation.evaluate(

@@ -8,7 +8,6 @@ in OUTPUT is not asked again. Both may be pipes (`/dev/stdin`, `/dev/stdout`): t
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from ridgeline import interrupt
 from ridgeline.cli.config_options import add_engine_options, engine_config
 from ridgeline.cli.sampling_options import add_sampling_options, sampling_given
 from ridgeline.cli.terminal import require_model
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         # A wrong tokenizer or template fails before the weights load.
         processor = Processor.load(config.model, model_path(config), config.execution.speculative_config)
         # This imports torch: what can be wrong with the command line or its files has been told before.
-        engine: type[EngineCore] = importlib.import_module("ridgeline.engine.core.core").EngineCore
+        engine: type[EngineCore] = interrupt.import_module("ridgeline.engine.core.core").EngineCore
         with progress_bar("loading", in_bytes=True) as tick:
             core = engine.start(config, tick)
         defaults = {**DEFAULTS, **processor.sampling_defaults, **given}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 from pathlib import Path
 
+from ridgeline import interrupt
 from ridgeline.cli.config_options import add_model
 from ridgeline.cli.terminal import require_model
 from ridgeline.config import EngineConfig
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if args.calibration and args.calibration != OWN_TEXT:
         read_text(args.calibration)
     # This imports torch: errors in the command line are reported before.
-    maker = importlib.import_module("ridgeline.quantize.quantize_model")
+    maker = interrupt.import_module("ridgeline.quantize.quantize_model")
     made = maker.quantize(maker.Job(
         model=path, recipe=recipe, out=out, seed=args.seed, text=args.calibration, tokens=args.calibration_tokens, card=task,
         needles_if_they_fit=args.card_needle is None, limits=limits, fastest=args.fastest,

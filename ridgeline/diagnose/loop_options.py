@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
+from ridgeline import interrupt
 from ridgeline.bench.lab.record import add_output
 from ridgeline.bench.lab.sweep import check_runs
 from ridgeline.bench.workload.shapes import SHAPES
@@ -33,4 +33,4 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError("--shape names a model: leave MODEL out")
     if not args.shape:
         checked_model(EngineConfig.of(model=args.model))
-    importlib.import_module("ridgeline.diagnose.tuning_loop").run(args)
+    interrupt.import_module("ridgeline.diagnose.tuning_loop").run(args)

@@ -82,10 +82,15 @@ def _zipf_chances(count: int, used: int, spread: float) -> tuple[float, ...]:
     return above(low)
 
 
+COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+
+
 def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts | None:
     """From config.json, as Mixtral, Qwen, OLMoE, Granite, DeepSeek and gpt-oss spell it. None: every layer has a plain MLP."""
     dense = _dense_layers(fields, layers)
-    return None if len(dense) == layers else _mixture(fields, rule, dense)
+    said = [fields.raw[name] for name in COUNTS if fields.raw.get(name) is not None]     # a family's default is not asked for
+    has_none = bool(said) and not any(said)
+    return None if has_none or len(dense) == layers else _mixture(fields, rule, dense)
 
 
 def _mixture(fields: Fields, rule: ExpertRule, dense: tuple[int, ...]) -> Experts:
@@ -97,7 +102,7 @@ def _mixture(fields: Fields, rule: ExpertRule, dense: tuple[int, ...]) -> Expert
             raise ModelError(f"{fields.where}: {' or '.join(names)} is missing")
         return default
 
-    count = first_of("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    count = first_of(*COUNTS)
     used = first_of("num_experts_per_tok", "experts_per_token", "moe_k", "num_experts_per_token")
     if used > count or count > MAX_EXPERTS:
         raise ModelError(f"{fields.where}: num_experts_per_tok {used} of {count} experts cannot be")

@@ -63,14 +63,17 @@ class Delivery:
         self._events = self._new_events()
         self._is_whole = False                           # the client has a part of an answer in one piece
         self._is_inside = False                          # the client has a part of a long event, but not its end
+        self._tried = set[int]()                         # replicas
+        self._limit: asyncio.Timeout | None = None       # of the replica that is tried, while the request can go elsewhere
+        self._may_move = request.prompt.streams          # once: where all are slow, it would never be answered
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
 
     async def run(self) -> None:
         """Raises Overloaded, TryAgain or BadGateway when no replica is left to try, and none has refused in its own words."""
-        fleet, tried = self._fleet, set[int]()
+        fleet, tried = self._fleet, self._tried
         number: int | None = None
         while len(tried) <= fleet.options.retries:
-            failed, number = number, fleet.choose(self._request.prompt, tried)
+            failed, number = number, await fleet.choose_any(self._request.prompt, tried)
             if number is None:
                 break
             if failed is not None:
@@ -123,18 +126,23 @@ class Delivery:
         """Whether the request has been answered."""
         fleet, request, replica = self._fleet, self._request, self._fleet.replicas[number]
         self.replica = replica.url
-        ticket = fleet.choice.send(number, request.prompt, fleet.now())
+        ticket = self._sent(number)
         headers = request.headers if replica.upstream.key else [*request.headers, *request.key_headers]
+        limit = self._limit = asyncio.timeout(None)
         try:
-            async with replica.upstream.ask(request.method, request.path, headers, request.parts) as answer:
-                if answer.status in _RETRIED:
-                    await self._refused(replica, answer)
-                    return False
+            async with limit, replica.upstream.ask(request.method, request.path, headers, request.parts) as answer:
                 if answer.status == 200 and answer.header(b"content-type").startswith(b"text/event-stream"):
                     await self._stream(replica, answer, ticket)
-                else:
+                    return True
+                self._stay()
+                if answer.status not in _RETRIED:
                     await self._whole(replica, answer, ticket)
-                return True
+                    return True
+                await self._refused(replica, answer)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._left_late(number)
         except (ReplicaFailure, ReplicaGaveUp) as error:
             replica.fail(str(error))
             logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
@@ -143,7 +151,36 @@ class Delivery:
             logger.warning("%s gave a different answer to request %s", replica.url, request.request_id.decode("latin-1"))
         finally:
             replica.load.leave(ticket)                   # if it is still there: it failed, or its client has gone
+            replica.silence.left(ticket.serial, fleet.now())
         return False
+
+    def _sent(self, number: int) -> Ticket:
+        fleet, prompt = self._fleet, self._request.prompt
+        now, replica = fleet.now(), fleet.replicas[number]
+        ticket = fleet.choice.send(number, prompt, now)
+        if self._request.is_computed:
+            predicted = ticket.predicted.first_token + (0.0 if prompt.streams else ticket.predicted.decode)
+            move = self._leave if self._may_move and not self.started else None
+            replica.silence.sent(ticket.serial, prompt.streams, now, predicted, move)
+        return ticket
+
+    def _leave(self) -> None:
+        """The replica is far too late, and another one answers."""
+        if self._limit is not None:
+            self._limit.reschedule(0.0)
+
+    def _stay(self) -> None:
+        """Something of the answer is here."""
+        if self._limit is not None:
+            self._limit.reschedule(None)
+            self._limit = None
+
+    def _left_late(self, number: int) -> None:
+        replica, self._may_move = self._fleet.replicas[number], False
+        self._tried.discard(number)                      # if the others fail, it is still there
+        replica.counts["moved_late"] += 1
+        logger.warning("%s has not begun to answer request %s: it goes to another", replica.url,
+                       self._request.request_id.decode("latin-1"))
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
@@ -166,6 +203,8 @@ class Delivery:
                 if is_long := not kept.add(piece):
                     break
             body = kept.close()
+        if answer.status == 200 and self._request.is_computed:
+            replica.silence.heard(ticket.serial, self._fleet.now())
         if not is_long:
             return await self._short(replica, answer, ticket, body)
         if not answer.is_framed:
@@ -191,7 +230,7 @@ class Delivery:
         await self._send_whole(answer.status, answer.headers, body)
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
-        replica.succeeded()
+        replica.answered()
         if answer.status == 200 and self._request.method == "POST":
             replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
             self._fleet.answered(replica, usage)
@@ -201,6 +240,7 @@ class Delivery:
         with closing(EventCutter()) as cutter:
             try:
                 async for piece in answer.pieces():
+                    self._stay()
                     parts = cutter.cut(piece)
                     last = parts[-1].data if parts else last
                     await self._pass(parts, replica, answer, ticket)
@@ -220,7 +260,10 @@ class Delivery:
             for number, part in enumerate(parts, 1):
                 if number % EVENTS_PER_TURN == 0:
                     await asyncio.sleep(0)
-                passed.append(await self._taken(part) if counted else part.data)
+                if counted:
+                    passed.append(events.take(part.data) if part.is_short else await self._taken(part))
+                else:
+                    passed.append(part.data)
         finally:                                         # also what came before an event that fails: it counts as sent
             if events.began or (passed and not counted):
                 self._began(replica, ticket)
@@ -230,7 +273,7 @@ class Delivery:
                 await send_part(self._send, body, more=True)
 
     async def _taken(self, part: Part) -> bytes:
-        """What the client shall get. An event that the threads have no time for is not read: all streams would wait for it."""
+        """What the client shall get of a long event. One that threads have no time for is not read: all streams would wait."""
         if part.is_whole:
             with suppress(Overloaded, TimedOut):
                 return await away_if_long(len(part.data), partial(self._events.take, part.data))
@@ -240,7 +283,9 @@ class Delivery:
         return with_answer(self._request.prompt, text) if text else ()
 
     def _began(self, replica: Replica, ticket: Ticket) -> None:
-        if replica.load.first_token(ticket, self._fleet.now()):
+        now = self._fleet.now()
+        replica.silence.heard(ticket.serial, now)
+        if replica.load.first_token(ticket, now):
             self._fleet.first_token.observe(ticket.first - ticket.sent)
             self._fleet.predicted_first_token.observe(ticket.predicted.first_token)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from ridgeline.engine.replicas.learned_times import mean_pace
 from ridgeline.engine.replicas.policies import Choice
 from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Usage
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
+from ridgeline.engine.replicas.silence import Patience
 from ridgeline.errors import ConfigError, Overloaded, TryAgain
 from ridgeline.metrics import FIRST_TOKEN_SECONDS, Histogram
 from ridgeline.process.children import erase_variable
@@ -30,19 +32,20 @@ class Fleet:
     def __init__(
         self, urls: Sequence[str], options: RouteOptions, keys: Sequence[str] = (), now: Callable[[], float] = time.monotonic
     ) -> None:
-        habits = Habits()
+        habits, patience = Habits(), Patience()
         upstreams = [Upstream(url, key) for url, key in zip(urls, keys or [""] * len(urls), strict=True)]
         if len({each.url for each in upstreams}) < len(upstreams):
             raise ConfigError("two replicas have the same address")
         self.options = options
         self.now = now
-        self.replicas = [Replica(each, ReplicaLoad(habits), options.health_failures, now) for each in upstreams]
+        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options.health_failures, now) for each in upstreams]
         self.choice = Choice(options.policy, [replica.load for replica in self.replicas])
         self.slots = Slots()
         self.slots.limit = options.max_queued_requests
         self.slots.predicted_wait = lambda: self.choice.shortest_wait(self.now(), self.usable())
         self.bodies = HeldBodies(MOST_BODIES, options.max_body_bytes)
         self.stopping = False
+        self._look: asyncio.Future[None] | None = None   # checks of those that are down, out of turn
         self.counts: Counter[str] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
         self.predicted_first_token = Histogram(FIRST_TOKEN_SECONDS)
@@ -52,8 +55,22 @@ class Fleet:
         return [number for number, each in enumerate(self.replicas) if number not in tried and each.is_usable(now)]
 
     def choose(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
-        usable = self.usable(tried)
-        return self.choice.choose(prompt, self.now(), usable) if usable else None
+        now, usable = self.now(), self.usable(tried)
+        heard = [number for number in usable if not self.replicas[number].is_silent(now)]
+        return self.choice.choose(prompt, now, heard or usable) if usable else None
+
+    async def choose_any(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
+        """Where none is left, those that are down are checked at once: one may just have been restarted."""
+        number = self.choose(prompt, tried)
+        if number is None and any(not each.up for place, each in enumerate(self.replicas) if place not in tried):
+            if self._look is None or self._look.done():
+                self._look = asyncio.ensure_future(self._look_again())
+            await asyncio.shield(self._look)             # one for all requests that wait for it
+            number = self.choose(prompt, tried)
+        return number
+
+    async def _look_again(self) -> None:
+        await asyncio.gather(*(each.look_again() for each in self.replicas if not each.up))
 
     def nothing_usable(self) -> Exception:
         """Why no replica can take a request, for its client."""
@@ -96,6 +113,7 @@ class Fleet:
             rows.append({
                 "url": each.url, "up": each.up, "busy_seconds": round(max(0.0, each.busy_until - now), 3),
                 "waiting": len(each.load.waiting), "running": len(each.load.running), "failures_in_a_row": each.failed,
+                "silent": each.is_silent(now), "late": len(each.silence.late(now)),
                 "prefix_nodes": len(each.load.tree), "prefix_nodes_limit": each.load.tree.limit,
                 "seconds_per_prompt_token": pace.prefill_token, "seconds_per_prompt": pace.prefill_fixed,
                 "seconds_per_step": pace.step_fixed, "seconds_per_step_and_request": pace.step_row, **each.counts,
@@ -113,12 +131,18 @@ class Fleet:
         add("gauge", "replica_up", "1: the replica is given requests.", lambda each: int(each.up))
         add("gauge", "requests_waiting", "Requests without a first token.", lambda each: len(each.load.waiting))
         add("gauge", "requests_running", "Requests whose answer has begun.", lambda each: len(each.load.running))
+        now = self.now()
+        add("gauge", "requests_late", "Requests that have waited far longer than usual for the first of their answers.",
+            lambda each: len(each.silence.late(now)))
+        add("gauge", "replica_silent", "1: the replica does not answer, and others are chosen first.",
+            lambda each: int(each.is_silent(now)))
         add("gauge", "prefix_nodes", "Nodes of the replica's prefix tree.", lambda each: len(each.load.tree))
         add("gauge", "prompt_token_seconds", "Learned seconds per uncached prompt token.",
             lambda each: each.load.times.prefill.fitted()[1] if each.load.times.prefill.weight else 0.0)
         add("counter", "prefix_corrections", "Corrections of the prefix tree.", lambda each: each.load.corrections)
         for name, text in (
             ("answers", "Complete answers."), ("failures", "Failed checks and requests."), ("busy", "Answers 429 and 503."),
+            ("moved_late", "Streams that waited far too long and went to another replica."),
             ("prompt_tokens", "Prompt tokens of answers."), ("cached_tokens", "Prompt tokens that the replica had cached."),
             ("generation_tokens", "Tokens of answers."),
         ):

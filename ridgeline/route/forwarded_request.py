@@ -22,6 +22,7 @@ _PASSED = frozenset({
     b"x-ridgeline-timings", TTFT_HEADER,
 })
 _SALTED = (*COUNTED_PATHS, "/v1/embeddings", "/v1/score")       # Anthropic's API has no such field
+_NOT_COMPUTED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")        # a server answers without its engine
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _encode = msgspec.json.Encoder().encode
 
@@ -36,6 +37,7 @@ class ForwardedRequest:
     request_id: bytes
     prompt: RoutedPrompt
     is_counted: bool = False
+    is_computed: bool = False                    # by an engine
     hide_usage: bool = False                     # the router asked for the usage, not the client
     is_exact: bool = False                       # sent again, it gives the same answer
     one_choice: bool = True
@@ -65,6 +67,6 @@ def forwarded(scope: Scope, parts: Sequence[bytes], facts: BodyFacts | None, has
     if sum(map(len, body)) <= LONG_BYTES:
         body = [b"".join(body)]                          # one write
     return ForwardedRequest(
-        "POST", path, headers, keys, body, number, facts.prompt.routed(salt), counted, hide, counted and facts.is_exact,
-        facts.one_choice, deadline,
+        "POST", path, headers, keys, body, number, facts.prompt.routed(salt), counted, path not in _NOT_COMPUTED, hide,
+        counted and facts.is_exact, facts.one_choice, deadline,
     )

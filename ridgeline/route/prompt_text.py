@@ -26,7 +26,7 @@ def with_answer(prompt: RoutedPrompt, answer: str) -> list[int]:
     if prompt.num_unkept:                                # the answer comes after all that is hashed
         return prompt.chain
     between = _MESSAGE + b"assistant" + _FIELD if prompt.is_chat else b""
-    return chain_of(prompt.text + between + answer.encode(errors="surrogatepass"), prompt.root)
+    return prompt.followed_by(between + answer.encode(errors="surrogatepass"))
 
 
 class PromptText(msgspec.Struct):

@@ -1,7 +1,8 @@
 """One replica: its client, its load, and whether it may be given requests.
 
-A replica is up until several checks or requests in a row fail; a check that succeeds brings it back. Checks of a replica that is
-down become rarer. A replica that answers 429 or 503 gets no requests for the time it asks for.
+A replica is up until several checks or requests in a row fail; a check that succeeds brings it back. One that is down is checked
+as often as others, so that a restarted one does not wait. A replica that answers 429 or 503 gets no requests for the time it asks
+for. One that takes requests and does not answer them is chosen last (engine/replicas/silence.py).
 """
 
 from __future__ import annotations
@@ -9,26 +10,33 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ridgeline.engine.replicas.replica_load import ReplicaLoad
+from ridgeline.engine.replicas.silence import Patience, Silence
 from ridgeline.process.log import get_logger
 from ridgeline.route.upstream import ReplicaFailure, Upstream
 
 logger = get_logger("route")
 
-MOST_BACK_OFF = 30.0                 # seconds between checks of a replica that stays down
+LOOK_SECONDS = 1.0                   # for a check that requests wait for
 RATE_SECONDS = 1.0                   # least time between two looks at its counters
 MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
 
 class Replica:
-    def __init__(self, upstream: Upstream, load: ReplicaLoad, failures: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, upstream: Upstream, load: ReplicaLoad, patience: Patience, failures: int, now: Callable[[], float]
+    ) -> None:
         self.upstream = upstream
         self.load = load
+        self.silence = Silence(patience)
         self.counts: Counter[str] = Counter()            # for /metrics
         self.up = True
         self.busy_until = 0.0
         self.failed = 0                                  # checks and requests in a row
+        self._is_unheard = False                         # the last check got no answer in time
+        self._was_silent = False                         # as the log knows
         self._most_failures = failures
         self._now = now
         self._counted: tuple[float, float] | None = None         # when, and how many tokens it had made by then
@@ -41,10 +49,25 @@ class Replica:
     def is_usable(self, now: float) -> bool:
         return self.up and now >= self.busy_until
 
+    def can_take_over(self) -> bool:
+        """Whether requests that another one does not answer may come here."""
+        now = self._now()
+        return self.is_usable(now) and not self.is_silent(now)
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it had better be chosen last."""
+        return self._is_unheard or self.silence.is_silent(now)
+
+    def answered(self) -> None:
+        """A request. It does not bring back one that is down: while a server stops it finishes what it has."""
+        if self.up:
+            self.failed = 0
+
     def succeeded(self) -> None:
+        """A check."""
         self.failed = 0
         if not self.up:
-            self.up = True
+            self.up, self.busy_until = True, 0.0         # what it asked for before it was down is over, too
             logger.warning("%s is up again", self.url)
 
     def fail(self, reason: str) -> None:
@@ -74,32 +97,55 @@ class Replica:
         self.counts["busy"] += 1
         self.busy_until = self._now() + min(MOST_RETRY_AFTER, max(0.0, seconds))
 
-    def pause(self, interval: float) -> float:
-        """Seconds until the next check."""
-        beyond = self.failed - self._most_failures
-        return interval if beyond < 0 else min(max(interval, MOST_BACK_OFF), interval * 2.0 ** min(beyond, 16))
-
     async def check(self, seconds: float) -> None:
         """One health check. A server without /health is alive if it answers at all."""
         try:
-            async with asyncio.timeout(seconds), self.upstream.ask("GET", "/health") as answer:
-                await answer.body(2**20)
+            status = await self._health(seconds)
         except (TimeoutError, ReplicaFailure) as error:
+            self._is_unheard = isinstance(error, TimeoutError)
             self.upstream.unheard()
             self.fail(str(error) or f"/health takes longer than {seconds:g} s")
             return
+        self._is_unheard = False
         self.upstream.heard()
-        if answer.status == 503:                         # it loads or stops, and says so: down at once, and no back-off
+        if status == 503:                                # it loads or stops, and says so: down at once
             self.failed = self._most_failures - 1
-        if answer.status >= 500:
-            self.fail(f"/health answers {answer.status}")
+        if status >= 500:
+            self.fail(f"/health answers {status}")
         else:
             self.succeeded()
+
+    async def look_again(self) -> None:
+        """A check out of turn of one that is down, which counts only if it succeeds."""
+        with suppress(TimeoutError, ReplicaFailure):
+            if await self._health(LOOK_SECONDS) < 500:
+                self.succeeded()
+
+    async def _health(self, seconds: float) -> int:
+        async with asyncio.timeout(seconds), self.upstream.ask("GET", "/health") as answer:
+            await answer.body(2**20)
+            return answer.status
 
     def give_up_silent(self) -> None:
         """Its requests go on elsewhere, unless something has come of them since the checks fail."""
         if not self.up:
             self.upstream.give_up_silent(self._most_failures)
+
+    def move_late(self) -> None:
+        """Streams that have waited far too long for their first word go elsewhere."""
+        self.silence.move_late(self._now())
+
+    def tell_silence(self) -> None:
+        """In the log: when it falls silent, and when it does not any more."""
+        now = self._now()
+        if (silent := self.is_silent(now)) == self._was_silent:
+            return
+        self._was_silent = silent
+        if silent:
+            late = len(self.silence.late(now))
+            logger.warning("%s is silent (late requests: %d): others are chosen first", self.url, late)
+        else:
+            logger.warning("%s is not silent any more", self.url)
 
 
 async def keep_checking(
@@ -108,6 +154,10 @@ async def keep_checking(
     """`others`: where its requests can go on. Without one that is up they wait: the replica may only be very slow."""
     while True:
         await replica.check(max(1.0, interval))
-        if any(each.up for each in others if each is not replica):
+        replica.tell_silence()
+        elsewhere = [each for each in others if each.up and each is not replica]
+        if elsewhere:
             replica.give_up_silent()
-        await sleep(replica.pause(interval))  # type: ignore[misc]
+        if any(each.can_take_over() for each in elsewhere):
+            replica.move_late()
+        await sleep(interval)  # type: ignore[misc]

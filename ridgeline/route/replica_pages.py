@@ -50,7 +50,7 @@ def read_metrics(text: str) -> dict[str, float]:
 
 def _row(fleet: Fleet, replica: Replica, found: dict[str, float]) -> FleetRow:
     now, load = fleet.now(), replica.load
-    state = "down" if not replica.up else "busy" if replica.busy_until > now else "ok"
+    state = "down" if not replica.up else "busy" if replica.busy_until > now else "silent" if replica.is_silent(now) else "ok"
     asked = found.get(_SUMMED[4]) or replica.counts["prompt_tokens"]
     hits = found.get(_SUMMED[3], replica.counts["cached_tokens"]) if found.get(_SUMMED[4]) else replica.counts["cached_tokens"]
     return FleetRow(

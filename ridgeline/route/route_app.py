@@ -30,6 +30,7 @@ from ridgeline.server.http.near_paths import suggestion
 from ridgeline.server.http.stream import (
     DIRECT,
     ClientGone,
+    Headers,
     Receive,
     Send,
     in_time,
@@ -62,13 +63,15 @@ class RouteApp:
         method, path = scope["method"], scope["path"]
         # Above /v1/models a replica has pages that are not for clients.
         is_models = path == MODELS or (path.startswith(MODELS + "/") and not {".", ".."} & set(path.split("/")))
-        wanted = "POST" if path in FORWARDED else "GET" if is_models or path in _PAGES or path in _OTHER_PAGES else None
-        if wanted is None:
+        methods = ("POST",) if path in FORWARDED else _METHODS if is_models else _OWN.get(path)
+        if methods is None:
             near = suggestion(path, _KNOWN) if path not in _NOT_FORWARDED else ""
             message = f"{method} {path[:200]} does not exist here; {near or 'docs/router.md lists what a router forwards'}"
             await _refuse(scope, send, 404, message, "not_found")
-        elif method != wanted and not (path == "/ping" and method == "POST"):
-            await _refuse(scope, send, 405, f"{path[:200]} does not take {method}; {wanted} works", "method_not_allowed")
+        elif method not in methods:
+            works = f"{' and '.join(methods)} {'works' if len(methods) == 1 else 'work'}"
+            allowed = [(b"allow", ", ".join(methods).encode())]
+            await _refuse(scope, send, 405, f"{path[:200]} does not take {method}; {works}", "method_not_allowed", allowed)
         elif path in FORWARDED or is_models:
             await self._forward(scope, receive, send)
         else:
@@ -139,9 +142,9 @@ class RouteApp:
             scope.get(LOG, {})["replica"] = delivery.replica
 
 
-async def _refuse(scope: Scope, send: Send, status: int, message: str, code: str) -> None:
+async def _refuse(scope: Scope, send: Send, status: int, message: str, code: str, headers: Headers | None = None) -> None:
     body = error_body(message, "invalid_request_error", code=code)
-    await send_json(send, status, body_for(scope["path"], scope["headers"], status, body))
+    await send_json(send, status, body_for(scope["path"], scope["headers"], status, body), headers or ())
 
 
 def _health(fleet: Fleet) -> tuple[int, Mapping[str, Any]]:
@@ -160,7 +163,7 @@ async def _index(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 _INDEX = ("/", "/v1", "/v1/", "/dashboard/")
-_OTHER_PAGES = ("/metrics", "/fleet", "/dashboard", *_INDEX)
+_METHODS = ("GET", "HEAD")           # whose answer is that of GET: the protocol leaves its body out
 _NOT_FORWARDED = ("/v1/responses", "/v1/chat/completions/batch", "/invocations")     # of servers, and no spelling mistakes
 _PAGES = {
     "/health": _health,
@@ -170,4 +173,5 @@ _PAGES = {
     "/version": lambda fleet: (200, {"version": __version__}),
     "/replicas": lambda fleet: (200, {"policy": fleet.options.policy, "replicas": fleet.described()}),
 }
-_KNOWN = frozenset({*FORWARDED, MODELS, *_PAGES, *_OTHER_PAGES})
+_OWN = dict.fromkeys((*_PAGES, "/metrics", "/fleet", "/dashboard", *_INDEX), _METHODS) | {"/ping": (*_METHODS, "POST")}
+_KNOWN = frozenset({*FORWARDED, MODELS, *_OWN})

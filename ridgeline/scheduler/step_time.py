@@ -2,7 +2,8 @@
 
 A step's time is close to a line: the time of the decodes alone, plus a constant for each prompt token beside them. Both
 numbers are medians of the last steps, so they follow the model, the machine and the load, and a single slow step
-(a kernel compiled, a CUDA graph captured) does not count.
+(a kernel compiled, a CUDA graph captured) does not count. Two slow steps do: where another program takes the cores, chunks
+shrink at once, and grow again when most of the remembered steps were fast.
 
 A prompt token costs its GEMMs, which are always the same, and its attention, which grows with the keys before it: a token in
 the middle of a long prompt costs several at the beginning of a short one. So tokens are counted by weight: `alike` keys
@@ -14,14 +15,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 _REMEMBERED = 15                     # steps of each kind
+_LATEST = 3                          # the last of them, whose median counts if it is larger
 _SHARE = 0.25                        # of the target time that prompts get at least, even if decodes take longer
 # Prompt tokens that are always allowed, by kind of device. Fewer cost more each: kernels for few rows read all weights for them.
-FEWEST = {"cuda": 256, "cpu": 128}
+# On a CPU other programs may take the cores at any time, and a step that is too long by then cannot be cut shorter than this.
+FEWEST = {"cuda": 256, "cpu": 32}
 _UNKNOWN = 2                         # times as many are computed before a step was measured
-_ROUND = 64                          # GEMMs are fastest with whole tiles
+_ROUND = 64                          # GEMMs are fastest with whole tiles; at most the fewest, so that small steps grow again
 _FEWEST_SCORED = 8                   # scored tokens that are always allowed …
 _UNKNOWN_SCORED = 16                 # … and as many before any was measured
 _SCORED_SECONDS = 0.1                # most that they take of a step: large chunks gain them nothing
@@ -63,6 +67,7 @@ class MeasuredStepTime:
     def __init__(self, target_seconds: float, alike: float = math.inf, fewest: int = FEWEST["cuda"]) -> None:
         self._target = target_seconds
         self._fewest = fewest
+        self._round = min(_ROUND, fewest)
         self._alike = alike                                          # keys whose attention costs as much as a token's GEMMs
         self._decode: deque[float] = deque(maxlen=_REMEMBERED)       # seconds of the last steps without prompts
         self._per_weight: deque[float] = deque(maxlen=_REMEMBERED)   # seconds that a prompt token without keys adds
@@ -73,22 +78,22 @@ class MeasuredStepTime:
         Before anything is known, a small step shows what a token takes."""
         if not self._per_weight:
             return min(budget, _UNKNOWN * self._fewest)
-        per_weight = _median(self._per_weight)
+        per_weight = _typical(self._per_weight)
         if not per_weight:                               # steps are only planned, and take no time
             return budget
         fit = self._tokens(self._for_prompts(num_decodes) / per_weight, position)
-        return max(self._fewest, fit - fit % _ROUND)
+        return max(self._fewest, fit - fit % self._round)
 
     def scored_tokens(self, num_decodes: int, budget: int) -> int:
         if not self._per_scored:
             return min(budget, _UNKNOWN_SCORED)
-        per_scored = _median(self._per_scored)
+        per_scored = _typical(self._per_scored)
         fit = min(self._for_prompts(num_decodes), _SCORED_SECONDS) / per_scored if per_scored else budget
         return int(min(budget, max(_FEWEST_SCORED, fit)))
 
     def _for_prompts(self, num_decodes: int) -> float:
         """Seconds of a step that prompts may take."""
-        return max(self._target - (_median(self._decode) if num_decodes else 0.0), _SHARE * self._target)
+        return max(self._target - (_typical(self._decode) if num_decodes else 0.0), _SHARE * self._target)
 
     def _tokens(self, weight: float, position: int) -> int:
         """The number n of tokens from a position on with this weight: n + (n position + n²/2) / alike."""
@@ -120,5 +125,10 @@ def keys_like_a_token(matrices: list[tuple[int, int, int]], num_layers: int, num
     return _ATTENTION_RATE * products / pairs if pairs else math.inf
 
 
-def _median(values: deque[float]) -> float:
+def _typical(values: deque[float]) -> float:
+    """What the next step has to reckon with."""
+    return max(_median(values), _median(list(values)[-_LATEST:]))
+
+
+def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2] if values else 0.0

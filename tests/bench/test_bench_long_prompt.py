@@ -47,7 +47,7 @@ def test_the_study_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = made["figures"]["long-prompt"]
     assert made["benchmark"] == "studies" and made["commit"] is not None
     assert found[SERVED]["step_time_ms"] == pytest.approx(0.001) and found[WHOLE]["step_time_ms"] == 0
-    assert min(found[SERVED]["steps_of_the_prompt"]) == 4 and set(found[WHOLE]["steps_of_the_prompt"]) == {1}
+    assert min(found[SERVED]["steps_of_the_prompt"]) == 16 and set(found[WHOLE]["steps_of_the_prompt"]) == {1}
     for mode in (SERVED, WHOLE):
         gaps = found[mode]["gap_ms"]
         assert all(0 < gaps[phase]["p50"] <= gaps[phase]["p99"] <= gaps[phase]["max"] for phase in long_prompt.PHASES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from ridgeline import interrupt
-from ridgeline.__main__ import main
+from ridgeline.__main__ import COMMANDS, main
 from ridgeline.interrupt import is_command
 
 
@@ -21,19 +22,43 @@ def test_ctrl_c_during_the_imports_says_that_it_stopped(tmp_path: Path, module: 
     """`platform` is among the package's first imports, `argparse` among those of each command. In its place is a module during
     whose import Ctrl-C comes."""
     (tmp_path / f"{module}.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    assert interrupted(tmp_path, "list") == (130, "stopped\n")
+
+
+def test_ctrl_c_while_torch_is_imported_says_that_it_stopped(tmp_path: Path) -> None:
+    """torch keeps an exception in there to itself: it was an error about numpy after many seconds, or no end at all."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    raise SystemExit(5)\n"
+    )
+    assert interrupted(tmp_path, "bench", "idle") == (130, "stopped\n")
+
+
+def test_what_brings_torch_is_imported_by_the_guard() -> None:
+    """Commands that import no torch for their options import it by name, in a function."""
+    others = {"ridgeline.bench.startup", "ridgeline.cli.cmd_completion"}         # a child imports torch; nothing does
+    for place in {place for place, _ in COMMANDS.values()} - others:
+        source = Path(interrupt.__file__).parent.joinpath(*place.split(".")[1:]).with_suffix(".py").read_text()
+        assert not re.search(r"importlib\.import_module\(f?\"ridgeline\.", source), place
+
+
+def interrupted(folder: Path, *words: str) -> tuple[int, str]:
+    """A command that finds the modules in `folder` first: its exit code and what it said."""
     root = Path(__file__).parents[2]
     run = subprocess.run(
-        [sys.executable, "-m", "ridgeline", "list"], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        [sys.executable, "-m", "ridgeline", *words], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{root}"},
     )
-    assert (run.returncode, run.stderr) == (130, "stopped\n")
+    return run.returncode, run.stderr
 
 
 def test_little_is_imported_before_ctrl_c_is_taken() -> None:
     """A Ctrl-C meanwhile is a traceback: `typing`, for one, takes milliseconds."""
     nodes = list(ast.walk(ast.parse(Path(interrupt.__file__).read_text())))
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    assert named | {node.module for node in nodes if isinstance(node, ast.ImportFrom)} <= {"__future__", "os", "signal", "sys"}
+    assert named | {node.module for node in nodes if isinstance(node, ast.ImportFrom)} <= {
+        "__future__", "os", "signal", "sys", "types",    # signal imports types
+    }
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ImportError])

@@ -247,8 +247,9 @@ def test_parameters_that_were_changed_are_checked_again(llm: AsyncLLM, run: Run)
     """The engine's process takes them as checked."""
     changed = SamplingParams(max_tokens=2)
     changed.top_p = 2.0
-    with pytest.raises(BadRequest, match=r"^top_p "):
-        run(final(llm, "abc", changed))
+    for asking in (final(llm, "abc", changed), llm.stream(["abc"], changed)):
+        with pytest.raises(BadRequest, match=r"^top_p "):
+            run(asking)
 
 
 def test_a_stream_of_no_prompts_ends_at_once(llm: AsyncLLM, run: Run) -> None:
@@ -384,10 +385,11 @@ def test_an_id_of_the_callers_is_not_mistaken_for_one_of_ours(llm: AsyncLLM, run
 
 def test_what_cannot_be_sent_leaves_nothing_behind(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=5)
-    params.stop_token_ids = [10**23]                     # past the checks of its constructor
+    params.stop_token_ids = [10**23]
 
     async def refused() -> None:
-        with pytest.raises(BadRequest, match="cannot be sent to the engine"):
+        with monkeypatch.context() as patch, pytest.raises(BadRequest, match="cannot be sent to the engine"):
+            patch.setattr(SamplingParams, "clone", lambda self: self)        # past the checks
             await llm.stream(["abc", "xyz"], params)
         assert llm.num_open == 0
         assert llm._engine.process is not None

@@ -100,12 +100,11 @@ def test_what_is_no_answer_is_a_failure_and_another_replica_answers(name: str, s
 
     async def test(router: Router, *replicas: FakeReplica) -> None:
         bad, good = router.fleet.replicas
-        bad.up = True
-        good.up = False
+        good.busy_until = 1e9
         alone = await router.ask(CHAT | {"stream": stream})
         assert alone.status == 502 and alone.is_complete and bad.failed == 1 and bad.load.pending == 0
         assert json.loads(alone.body)["error"]["code"] == "replica_failed" and alone.headers["retry-after"]
-        good.up = True
+        good.busy_until = 0.0
         router.fleet.choice._turn = 1                    # the bad one is next
         call = await router.ask(CHAT | {"stream": stream})
         assert call.status == 200 and call.is_complete and bad.failed == 2 and not good.failed

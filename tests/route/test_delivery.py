@@ -240,13 +240,16 @@ def test_a_stream_that_breaks_in_a_long_event_ends_with_an_error_of_its_own() ->
 def test_an_event_that_the_threads_have_no_time_for_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was read on the event loop, while all other streams waited."""
     read: list[int] = []
+    take = answer_events.AnswerEvents.take
+
+    def noted(self: Any, event: bytes) -> bytes:
+        read.append(len(event))
+        return take(self, event)
 
     async def busy(num_bytes: int, work: Callable[[], bytes]) -> bytes:
-        if num_bytes > LONG_BYTES:
-            raise Overloaded("busy")
-        read.append(num_bytes)
-        return work()
+        raise Overloaded("busy")
 
+    monkeypatch.setattr(answer_events.AnswerEvents, "take", noted)
     monkeypatch.setattr(delivery, "away_if_long", busy)
     long = ["one ", "x" * 2 * LONG_BYTES, " two"]
 
@@ -396,30 +399,6 @@ def test_while_it_drains_open_streams_finish_and_new_requests_are_refused() -> N
     routed(test, FakeReplica())
 
 
-def test_health_checks_take_a_replica_down_and_back() -> None:
-    async def test(router: Router, replica: FakeReplica) -> None:
-        one = router.fleet.replicas[0]
-        replica.health = 500
-        for up in (True, True, False, False):
-            await one.check(60.0)
-            assert one.up == up
-        assert [one.pause(5.0)] == [10.0]                    # 5 s, doubled for each failure beyond the third
-        one.failed = 50
-        assert one.pause(5.0) == 30.0
-        replica.health = 200
-        await one.check(60.0)
-        assert one.up and one.pause(5.0) == 5.0
-        replica.health = 503                                 # it loads or stops, and says so
-        for _ in range(4):
-            await one.check(60.0)
-            assert not one.up and one.pause(5.0) == 5.0
-        replica.health = 404                                 # a server without /health
-        await one.check(60.0)
-        assert one.up
-
-    routed(test, FakeReplica())
-
-
 def test_keys() -> None:
     async def test(router: Router, one: FakeReplica, other: FakeReplica) -> None:
         assert (await router.ask(CHAT)).status == 401
@@ -486,3 +465,23 @@ def test_pages_and_paths() -> None:
         assert len(replica.seen) == 1
 
     routed(test, FakeReplica())
+
+
+def test_head_is_answered_as_get_is_and_options_as_by_a_server() -> None:
+    """Load balancers check with HEAD: the router said 405 to all of them."""
+    async def test(router: Router, replica: FakeReplica) -> None:
+        for path in ("/health", "/ping", "/v1/models", "/", "/metrics"):
+            head, got = await router.look("HEAD", path), await router.look("GET", path)
+            names = [sorted(each.headers) for each in (head, got)]
+            assert head.status == got.status == 200 and names[0] == names[1]
+        assert [each.path for each in replica.seen] == ["/v1/models"] * 2
+        for method, path, allowed in (
+            ("OPTIONS", "/v1/chat/completions", "POST"), ("HEAD", "/v1/embeddings", "POST"), ("DELETE", "/fleet", "GET, HEAD"),
+        ):
+            refused = await router.look(method, path)
+            assert refused.status == 405 and refused.headers["allow"] == allowed
+        asked = {"origin": "http://a.example", "access_control_request_method": "POST"}
+        preflight = await router.look("OPTIONS", "/v1/chat/completions", **asked)
+        assert preflight.status == 204 and preflight.headers["access-control-allow-origin"] == "http://a.example"
+
+    routed(test, FakeReplica(), allowed_origins="http://a.example")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ridgeline.messages import StepPlan, StepResult, Want
 from ridgeline.scheduler.fairness import Prompt, first_cut, share
-from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel, StepTimeModel
+from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, StepTimeModel
 
 ROOMY = Setup(num_blocks=400, max_rows=64, max_step_tokens=16, max_model_len=200, eos=frozenset())
 
@@ -372,7 +372,7 @@ def test_a_stream_beside_prompt_log_probabilities() -> None:
     assert sum(gaps) <= 1.5 * 1500 * (SCORED_SECONDS + 25e-6), "and not much longer than it takes alone"
 
 
-GPU, CPU = (gpu_law, TARGET, 256, 8448), (cpu_law, 0.5, 128, 512)
+GPU, CPU = (gpu_law, TARGET, FEWEST["cuda"], 8448), (cpu_law, 0.5, FEWEST["cpu"], 512)
 
 
 @pytest.mark.parametrize(("device", "steps_before", "depth"), [
@@ -397,6 +397,27 @@ def test_a_short_prompt_beside_a_long_one(device: tuple[Law, float, int, int], s
     simulation.ask("short", prompt(10, 6), 1)
     assert seconds_until(simulation, "short", since) <= 3 * target + own
     assert seconds_until(simulation, "long", began) <= 1.1 * whole
+
+
+@pytest.mark.parametrize("busy_for", [2, 20])
+def test_a_short_prompt_on_a_cpu_that_other_programs_use(busy_for: int) -> None:
+    """They have taken two thirds of the cores since two steps, or twenty. It waits no longer than on a quiet machine."""
+    target, slower = 0.5, 1.0
+
+    def law(num_decodes: int, num_prompt_tokens: int, num_pairs: int) -> float:
+        return slower * cpu_law(num_decodes, num_prompt_tokens, num_pairs)
+
+    simulation = timed(law, MeasuredStepTime(target, 3.5e-3 / 40e-9, FEWEST["cpu"]), 0, 512)
+    simulation.ask("long", prompt(8000, 5), 1)
+    for _ in range(12):
+        simulation.step()
+    slower = 3.0
+    for _ in range(busy_for):
+        simulation.step()
+    since = simulation.runner.clock
+    simulation.step()                                        # planned a moment before the short one arrives
+    simulation.ask("short", prompt(10, 6), 1)
+    assert seconds_until(simulation, "short", since) <= 3 * target + law(0, 10, 50)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

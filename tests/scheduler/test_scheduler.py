@@ -234,6 +234,40 @@ def test_measured_steps_keep_to_their_time() -> None:
     assert model.prompt_tokens(8, 0, 8192) == 576, "prompts always get a share"
 
 
+def test_chunks_shrink_at_once_when_another_program_takes_the_cores() -> None:
+    """3.5 ms a token, three times as much beside it. Two slow steps are enough. One is not, nor are two fast ones."""
+    model = MeasuredStepTime(0.5, fewest=32)
+
+    def step(slower: float) -> int:
+        tokens = model.prompt_tokens(0, 0, 512)
+        model.observe(0, tokens, 0, slower * 3.5e-3 * tokens)
+        return tokens
+
+    assert [step(1.0) for _ in range(15)] == [64] + [128] * 14
+    assert [step(slower) for slower in (3.0, 1.0, 1.0, 1.0)] == [128] * 4
+    assert [step(3.0) for _ in range(4)] == [128, 128, 32, 32]
+    assert [step(3.0) for _ in range(11)] == [32] * 11
+    assert [step(1.0) for _ in range(9)] == [32] * 8 + [128]
+    for _ in range(20):
+        model.observe(8, 0, 0, 0.2)
+    assert model.prompt_tokens(8, 0, 512) == 64, "300 ms are left"
+    for _ in range(2):
+        model.observe(8, 0, 0, 0.4)
+    assert model.prompt_tokens(8, 0, 512) == 32, "decodes as well"
+
+
+def test_small_steps_grow_again() -> None:
+    """A step has 40 ms that no token adds to, so a token of a small step seems dear. The next step is larger nevertheless, until
+    the target is met: 64 tokens seem to take 3.6 ms each, and 131 fit."""
+    model = MeasuredStepTime(0.5, fewest=32)
+    taken = []
+    for _ in range(40):
+        tokens = model.prompt_tokens(0, 0, 512)
+        taken.append(tokens)
+        model.observe(0, tokens, 0, 0.040 + 3.4e-3 * tokens)
+    assert taken[0] == 64 and taken[-1] == 128 and taken == sorted(taken)
+
+
 def test_tokens_with_log_probabilities_are_learned_apart() -> None:
     """20 µs a prompt token, 1 ms where its log-probabilities are wanted."""
     model = MeasuredStepTime(0.050)

@@ -6,11 +6,14 @@ The server is `ridgeline serve` with the embedded model. Prompts are random toke
 The short prompt has 10 tokens, the long one 8,000. First each runs alone, the short one several times; then short prompts arrive
 one after another while the long one is computed. Two bars: a short prompt's time to first token is at most its own time alone and
 three times the step-time target, and the long one takes at most 10 % longer. About two minutes on two quiet cores.
+
+`--busy 2` has two processes spin beside all of it, those that run alone among them: a neighbour takes the cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +71,18 @@ class Server:
         return time.monotonic() - begin
 
 
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that take all the processor time they get."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield spinning
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
 def measured(server: Server, gap: float) -> dict[str, Any]:
     server.first_token(2000, seed=1)                         # the time model has seen steps of prompts
     alone = sorted(server.first_token(SHORT, seed) for seed in range(100, 100 + ALONE))
@@ -93,18 +109,21 @@ def main() -> None:
     parser.add_argument("--target-ms", type=float, default=500.0, help="the step-time target; 500 is a server's on a CPU")
     parser.add_argument("--gap", type=float, default=2.0, help="seconds between two short prompts")
     parser.add_argument("--note", default="", help="what else ran on the machine")
+    parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the server")
     options = parser.parse_args()
     from ridgeline.bench.lab.record import commit
 
     facts: dict[str, Any] = {
         "made_by": "benchmarks/studies/fairness/run.py", "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(), "commit": commit(), "note": options.note, "target_ms": options.target_ms,
+        "busy": options.busy,
         "load_average_before": os.getloadavg(),
     }
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder, "log"), options.target_ms)
         try:
-            found = measured(server, options.gap)
+            with neighbours(options.busy):
+                found = measured(server, options.gap)
         finally:
             server.process.terminate()
             server.process.wait(60)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
+from ridgeline import interrupt
 from ridgeline.bench.lab.record import add_output
 from ridgeline.bench.workload.shapes import SHAPES
 
@@ -24,4 +24,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    importlib.import_module("ridgeline.bench.grammar").run(args)
+    interrupt.import_module("ridgeline.bench.grammar").run(args)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
 
+from ridgeline import interrupt
 from ridgeline.bench.lab import table
 from ridgeline.bench.options.ops_options import OP_NAMES, SAMPLES
 from ridgeline.errors import ConfigError
@@ -28,5 +28,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not Path(args.file).is_file():
         raise ConfigError(f"there is no file {args.file}")
-    code: int = importlib.import_module("ridgeline.bench.kernel").run(args)
+    code: int = interrupt.import_module("ridgeline.bench.kernel").run(args)
     return code

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
+from ridgeline import interrupt
 from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.options import suite
 from ridgeline.bench.workload.workloads import BESIDE_LLAMA_CPP, PRESETS
@@ -33,4 +33,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    importlib.import_module("ridgeline.bench.offline").run(args)
+    interrupt.import_module("ridgeline.bench.offline").run(args)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
+from ridgeline import interrupt
 from ridgeline.bench.lab import sustain, table
 from ridgeline.bench.lab.sweep import check_runs
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -43,4 +43,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     check_runs(args.samples, 1, "--samples")             # every timing makes calls that do not count before it
     sustain.check(args.sustain)
-    importlib.import_module("ridgeline.bench.ops").run(args)
+    interrupt.import_module("ridgeline.bench.ops").run(args)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
+from ridgeline import interrupt
 from ridgeline.bench.lab.record import add_output
 from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.bench.workload.shapes import SHAPES
@@ -42,4 +42,4 @@ def run(args: argparse.Namespace) -> None:
     options = parse_options(args.set)
     if not args.shape and set(args.study) != {CASCADE}:
         checked_model(EngineConfig.of(**options | {"model": args.model}))
-    importlib.import_module("ridgeline.bench.studies").run(args)
+    interrupt.import_module("ridgeline.bench.studies").run(args)

@@ -186,10 +186,8 @@ class AsyncLLM:
 
         Leaving the loop early aborts the request.
         """
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = sampling_params.clone()    # checked again: callers change fields
-        kind = (sampling_params or SamplingParams()).output_kind
         stream = await self.stream([prompt], sampling_params, request_id, priority, caller=caller)
+        kind = (sampling_params or SamplingParams()).output_kind
         try:
             if kind is RequestOutputKind.FINAL_ONLY:
                 yield (await stream.complete())[0]
@@ -220,7 +218,7 @@ class AsyncLLM:
         """
         arrived = arrived or time.monotonic()
         await self.start()
-        params = sampling_params or self.get_default_sampling_params()
+        params = (sampling_params or self.get_default_sampling_params()).clone()         # checked again: callers change fields
         if params.truncate_prompt_tokens is None:        # else a long prompt is cut
             for prompt in prompts:
                 self._limits.check(prompt)

@@ -89,6 +89,8 @@ def _against_others(row: FleetRow, rows: list[FleetRow], of: Callable[[FleetRow]
 
 
 def _note(row: FleetRow) -> str:
+    if row.state == "silent":
+        return f"{row.name} takes requests and does not answer them: others are chosen first"
     if row.state != "ok":
         return f"{row.name} gets no requests: {row.state}"
     if not row.verdict:

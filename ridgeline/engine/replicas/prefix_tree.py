@@ -1,7 +1,8 @@
 """What a replica's prefix cache probably holds: an approximate prefix tree with a bounded number of nodes.
 
 A prompt is cut into chunks of CHUNK bytes. A node is a chunk together with all chunks before it, known by one hash, so the tree
-is a table of hashes and a lookup costs one probe per chunk. Bytes, not tokens: the router has no tokenizer.
+is a table of hashes. A node is never used without those before it, and is removed before them: how far a prompt is known is found
+by halves, with 14 probes of 8,192 chunks. Bytes, not tokens: the router has no tokenizer.
 
 The tree is a guess. `correct` compares it with the cached tokens that an answer reports. Replicas evict what was used least
 recently. So when a node is missing there, everything used before that node is missing too, and the nodes that are left are as
@@ -10,6 +11,7 @@ many as the cache holds.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,10 +26,10 @@ GROWTH = 8                           # each confirmed hit raises a shrunken limi
 Chain = Sequence[int]                # the hashes of a prompt's chunks, each of its chunk and all before it
 
 
-def chain_of(text: bytes, root: int = 0, size: int = CHUNK) -> list[int]:
-    """Only whole chunks: a part of one would not be found again when the conversation grows."""
+def chain_of(text: bytes, root: int = 0, size: int = CHUNK, most: int = MOST_CHAIN) -> list[int]:
+    """Only whole chunks: a part of one would not be found again when the conversation grows. `root`: the node before them."""
     chain, last = [], root
-    for start in range(0, min(len(text) - size + 1, MOST_CHAIN * size), size):
+    for start in range(0, min(len(text) - size + 1, most * size), size):
         last = hash((last, text[start : start + size]))
         chain.append(last)
     return chain
@@ -62,18 +64,15 @@ class PrefixTree:
     def match(self, chain: Chain) -> int:
         """How many of the prompt's nodes are known, from its beginning."""
         used = self._used
-        for place, node in enumerate(chain):
-            if node not in used:
-                return place
-        return len(chain)
+        return bisect_left(range(len(chain)), True, key=lambda place: chain[place] not in used)
 
     def add(self, chain: Chain, settled: int | None = None) -> Hit:
         """The prompt goes to this replica now. `settled`: as in Hit; None: all prompts before have been computed."""
-        used, hit = self._used, Hit(self.match(chain))
-        for place in range(hit.nodes):
+        used, hit, place = self._used, Hit(self.match(chain)), 0
+        while place < hit.nodes:                         # no node was used later than the one before it
             when = used[chain[place]]
-            if not hit.runs or hit.runs[-1][1] != when:
-                hit.runs.append((place, when))
+            hit.runs.append((place, when))
+            place = bisect_right(range(hit.nodes), -when, place, key=lambda later: -used[chain[later]])
         self._now += 1
         hit.settled = self._now if settled is None else settled
         self._touch(chain)

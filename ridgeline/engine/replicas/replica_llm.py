@@ -15,7 +15,7 @@ from ridgeline.engine.client.wait_estimate import LoadMeter
 from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.engine.ipc import Deltas, FromEngine, Ready
 from ridgeline.engine.replicas.placement import Placement
-from ridgeline.engine.replicas.prefix_tree import Chain, chain_of
+from ridgeline.engine.replicas.prefix_tree import Chain
 from ridgeline.engine.replicas.replica_load import ReplicaLoad, Ticket, Usage
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt, token_bytes
 from ridgeline.errors import RidgelineError
@@ -104,7 +104,7 @@ class WatchedRequests(OpenRequests):
         answers = opened.state.output.outputs
         if not ticket.prompt.chain or len(answers) != 1:
             return ()
-        return chain_of(ticket.prompt.text + token_bytes(answers[0].token_ids), ticket.prompt.root)
+        return ticket.prompt.followed_by(token_bytes(answers[0].token_ids))
 
     def _leave(self, wire_id: str) -> None:
         if (ticket := self._tickets.pop(wire_id, None)) is not None:

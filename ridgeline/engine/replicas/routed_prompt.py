@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeline.engine.replicas.prefix_tree import chain_of
+from ridgeline.engine.replicas.prefix_tree import CHUNK, MOST_CHAIN, chain_of
 
 TOKEN_BYTES = 4                      # of a token id; about what a token of text has, too
 
@@ -29,6 +29,12 @@ class RoutedPrompt:
     @property
     def num_bytes(self) -> int:
         return len(self.text) + self.num_unkept
+
+    def followed_by(self, more: bytes) -> list[int]:
+        """The nodes of the text with more behind it. Only what is new is hashed."""
+        known = self.chain
+        rest = self.text[len(known) * CHUNK :] + more
+        return known + chain_of(rest, known[-1] if known else self.root, most=MOST_CHAIN - len(known))
 
 
 def token_bytes(ids: Sequence[int]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 
 from ridgeline.engine.replicas.prefix_tree import CHUNK, FEWEST_NODES, MOST_CHAIN, PrefixTree, chain_of
 from ridgeline.route.prompt_text import prompt_of, with_answer
@@ -34,6 +35,47 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:
     assert tree.match(old) == 0 and tree.match(kept) == 40
     tree.add(chain_of(text(999, 150)))                           # larger than the tree
     assert len(tree) == 100 and tree.match(chain_of(text(999, 150))) == 100      # its beginning stays
+
+
+class Counted(OrderedDict[int, int]):
+    looked = 0
+
+    def __contains__(self, node: object) -> bool:
+        Counted.looked += 1
+        return super().__contains__(node)
+
+    def __getitem__(self, node: int) -> int:
+        Counted.looked += 1
+        return super().__getitem__(node)
+
+
+def test_a_long_prompt_is_looked_up_by_halves() -> None:
+    """Each of its chunks was looked up in every replica's tree, twice: tens of milliseconds of the event loop."""
+    tree = PrefixTree()
+    tree._used = Counted()
+    long = chain_of(text(1, MOST_CHAIN))
+    for known in (0, 1, 17, MOST_CHAIN - 1, MOST_CHAIN):
+        if known:
+            tree.add(long[:known])
+        Counted.looked = 0
+        assert tree.match(long) == known
+        assert 0 < Counted.looked <= MOST_CHAIN.bit_length()
+    Counted.looked = 0
+    assert tree.add(long).runs == [(0, 5 - 1)] and Counted.looked <= 3 * MOST_CHAIN.bit_length()
+
+
+def test_what_is_found_by_halves_is_what_a_look_at_each_chunk_finds() -> None:
+    """Prompts that share beginnings, in a tree that forgets and is corrected."""
+    rng, tree = random.Random(5), PrefixTree(60)
+    texts = [text(seed, 40) for seed in range(4)]
+    for _ in range(3000):
+        one = chain_of(rng.choice(texts)[: CHUNK * rng.randrange(41)] + text(rng.randrange(6), rng.randrange(30)))
+        known = next((place for place, node in enumerate(one) if node not in tree._used), len(one))
+        uses = [tree._used[node] for node in one[:known]]
+        hit = tree.add(one)
+        assert hit.nodes == known and [hit.last_use(place) for place in range(known)] == uses
+        if rng.random() < 0.2:
+            tree.correct(hit, rng.randrange(known + 1))
 
 
 def test_a_prompt_of_any_size_has_a_bounded_chain() -> None:
@@ -94,7 +136,9 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
     following = [*turn, {"role": "assistant", "content": answer}, {"role": "user", "content": "more" * 100}]
     second = prompt_of({"model": "m", "messages": following})
     assert tree.match(second.chain) == len(first.text) // CHUNK
-    tree.extend(with_answer(first, answer))
+    whole = with_answer(first, answer)
+    assert whole == chain_of(first.text + b"\x1eassistant\x1f" + answer.encode(), first.root)
+    tree.extend(whole)
     assert tree.match(second.chain) == (len(first.text) + len("?assistant?") + 900) // CHUNK
 
 

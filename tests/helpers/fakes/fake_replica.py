@@ -33,6 +33,7 @@ class Behaviour:
     cached: int = 0
     prompt_tokens: int = 10
     hold: asyncio.Event | None = None    # waits for it after the first word
+    mute: asyncio.Event | None = None    # waits for it before its answer
     last: bytes = b"data: [DONE]\n\n"
     ends: bool = True                    # False: dies after the finish reason, before [DONE]
 
@@ -52,16 +53,32 @@ class FakeReplica:
         self.metrics = ""                                        # its page /metrics
         self.seen: list[Seen] = []
         self.url = ""
+        self._writers = set[asyncio.StreamWriter]()
 
     async def __aenter__(self) -> FakeReplica:
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        await self.listen(0)
         return self
+
+    async def listen(self, port: int) -> None:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """As a killed process: nothing listens, and all connections break."""
+        self._server.close()
+        for each in list(self._writers):
+            each.transport.abort()
+        while self._writers:
+            await asyncio.sleep(0)
+
+    async def start_again(self) -> None:
+        await self.listen(int(self.url.rpartition(":")[2]))
 
     async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 first, *lines = head.decode().split("\r\n")
@@ -82,11 +99,15 @@ class FakeReplica:
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        finally:
+            self._writers.discard(writer)
         writer.transport.abort()
 
     async def _answer(self, said: Behaviour, seen: Seen, writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> bool:
         usage = {"prompt_tokens": said.prompt_tokens, "completion_tokens": len(said.text.split()),
                  "prompt_tokens_details": {"cached_tokens": said.cached}}
+        if said.mute is not None:
+            await self._held(said.mute, seen, reader)
         if said.status != 200:
             return whole(writer, said.status, {"error": {"message": "as scripted"}}, said.headers)
         if seen.path == "/v1/models":
@@ -155,7 +176,7 @@ def event(writer: asyncio.StreamWriter, content: dict[str, Any], cut: int = 0) -
 class Call:
     """One request to the router's app, and what its client got."""
 
-    def __init__(self, router: Router, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> None:
+    def __init__(self, router: Router, path: str, body: dict[str, Any] | None, headers: dict[str, str], method: str = "") -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.parts: list[bytes] = []
@@ -166,7 +187,8 @@ class Call:
         if body is not None:
             headers = {"content-type": "application/json"} | headers
         given = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "GET" if body is None else "POST", "path": path, "headers": given, "client": None}
+        method = method or ("GET" if body is None else "POST")
+        scope = {"type": "http", "method": method, "path": path, "headers": given, "client": None}
         self.task = asyncio.ensure_future(router.app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
@@ -219,5 +241,10 @@ class Router:
 
     async def ask(self, body: dict[str, Any] | None = None, path: str = "/v1/chat/completions", **headers: str) -> Call:
         call = self.start(body, path, **headers)
+        await asyncio.wait_for(call.task, 60)
+        return call
+
+    async def look(self, method: str, path: str, **headers: str) -> Call:
+        call = Call(self, path, None, {name.replace("_", "-"): value for name, value in headers.items()}, method)
         await asyncio.wait_for(call.task, 60)
         return call

@@ -197,6 +197,17 @@ def test_layers_of_experts_are_listed_in_three_ways() -> None:
         hf_model_config(raw | {"mlp_layer_types": ["dense"]}, {})
 
 
+@pytest.mark.parametrize(("architecture", "name"), [
+    ("MixtralForCausalLM", "num_local_experts"), ("OlmoeForCausalLM", "num_experts"),
+    ("Ernie4_5_MoeForCausalLM", "moe_num_experts"), ("Glm4MoeForCausalLM", "n_routed_experts"),
+    ("Llama4ForCausalLM", "num_experts"),                # its default is 16
+])
+def test_no_experts_is_a_plain_mlp_in_every_layer(architecture: str, name: str) -> None:
+    config = hf_model_config(LLAMA | {"architectures": [architecture], name: 0, "num_key_value_heads": 2, "head_dim": 32,
+                                      "intermediate_size_mlp": 96}, {})
+    assert config.experts is None and config.intermediate_size == 96
+
+
 def test_a_legacy_name_of_an_activation_means_the_familys() -> None:
     """Gemma's first files say gelu, and were trained with its tanh form."""
     gemma = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 32}

@@ -38,6 +38,7 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     # Every layer has a plain MLP.
     ("deepseek_v3", {"first_k_dense_replace": 5}),
     ("qwen3_moe", {"decoder_sparse_step": 4}),
+    ("qwen3_moe", {"num_experts": 0}),
     # Fields that are nothing to transformers.
     ("gptj", {"rope_theta": 77.0, "rope_scaling": LINEAR, "partial_rotary_factor": 0.25}),
     ("codegen", {"rope_theta": 77.0, "rope_parameters": LINEAR}),

@@ -1,0 +1,96 @@
+"""Replicas that take requests and do not answer them: a stopped process, or an engine that hangs behind a /health that works.
+
+A request is late when something of its answer should have come, by how long requests usually wait. A replica is silent while one
+of its requests is late and nothing has come of any other for SILENT_SECONDS. Others are chosen before it. If all late requests
+have left it, it gets one request every SILENT_SECONDS, to find out. The first answer ends its silence.
+
+Knows numbers only: no clock, no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SILENT_SECONDS = 30.0                # no request is late before that: engines compile, and load what they did not need yet
+MORE = 2.0                           # times the longest wait seen, or the predicted one, after which a request is late
+FAR = 2.0                            # times that, after which it had better go elsewhere
+MEMORY = 0.99                        # of the longest wait, at each observation
+
+
+class Patience:
+    """How long requests wait for the first of their answers, on all replicas."""
+
+    def __init__(self) -> None:
+        self._longest = {True: 0.0, False: 0.0}          # of streams, and of answers in one piece
+
+    def observe(self, streams: bool, seconds: float) -> None:
+        self._longest[streams] = max(seconds, MEMORY * self._longest[streams])
+
+    def seconds(self, streams: bool, predicted: float) -> float:
+        return max(SILENT_SECONDS, MORE * max(self._longest[streams], predicted))
+
+
+@dataclass(slots=True, eq=False)
+class Unanswered:
+    """One request of whose answer nothing has come."""
+
+    streams: bool
+    sent: float
+    patience: float
+    move: Callable[[], None] | None  # sends it elsewhere, if that is possible
+
+    def is_late(self, now: float) -> bool:
+        return now > self.sent + self.patience
+
+
+class Silence:
+    """Of one replica. Its requests have numbers."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        # The oldest first: as replicas begin them in order, the oldest says whether any is late.
+        self._streams: dict[int, Unanswered] = {}
+        self._pieces: dict[int, Unanswered] = {}
+        self._heard = float("-inf")                      # when something of an answer came last
+        self._is_lost = False                            # a late request has left since then
+        self._quiet_until = 0.0                          # then one more is tried
+
+    def sent(self, number: int, streams: bool, now: float, predicted: float, move: Callable[[], None] | None = None) -> None:
+        """`predicted`: seconds until something of the answer should come."""
+        of = self._streams if streams else self._pieces
+        of[number] = Unanswered(streams, now, self._patience.seconds(streams, predicted), move)
+        if self._is_lost:
+            self._quiet_until = now + SILENT_SECONDS
+
+    def heard(self, number: int, now: float) -> None:
+        """Something of this answer has come."""
+        self._heard, self._is_lost = now, False
+        if (request := self._pop(number)) is not None:
+            self._patience.observe(request.streams, now - request.sent)
+
+    def left(self, number: int, now: float) -> None:
+        """It failed or went elsewhere, or its client has gone; or its answer is complete."""
+        request = self._pop(number)
+        if request is not None and request.is_late(now):
+            self._is_lost, self._quiet_until = True, now + SILENT_SECONDS
+
+    def _pop(self, number: int) -> Unanswered | None:
+        return self._streams.pop(number, None) or self._pieces.pop(number, None)
+
+    def is_silent(self, now: float) -> bool:
+        if now < self._heard + SILENT_SECONDS:
+            return False
+        oldest = (next(iter(each.values()), None) for each in (self._streams, self._pieces))
+        return any(each is not None and each.is_late(now) for each in oldest) or (self._is_lost and now < self._quiet_until)
+
+    def late(self, now: float) -> list[Unanswered]:
+        return [each for of in (self._streams, self._pieces) for each in of.values() if each.is_late(now)]
+
+    def move_late(self, now: float) -> int:
+        """Send elsewhere what is far too late, and can go; how many."""
+        far = [each for each in self._streams.values() if each.move is not None and now > each.sent + FAR * each.patience]
+        for each in far:
+            assert each.move is not None
+            each.move()
+        return len(far)

@@ -1,0 +1,196 @@
+"""Replicas that take requests and do not answer them: they are chosen last, and what they hold goes elsewhere. All clocks are the
+tests'."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fake_replica import Behaviour, Call, FakeReplica, Router
+from test_delivery import CHAT, GREEDY, SAID, first_of, routed
+
+from ridgeline.engine.replicas.silence import MORE, SILENT_SECONDS, Patience, Silence
+
+LATE = SILENT_SECONDS + 1
+
+
+async def unanswered(router: Router, replica: FakeReplica, body: dict[str, Any] = CHAT) -> tuple[asyncio.Event, Call]:
+    """A request to this replica, which does not answer it before the event."""
+    mute, number = asyncio.Event(), len(replica.seen)
+    replica.behaviours = [Behaviour(mute=mute), Behaviour()]
+    while first_of(router) != [each.url for each in router.fleet.replicas].index(replica.url):
+        router.fleet.choice._turn += 1
+    call = router.start(body)
+    while len(replica.seen) == number:
+        await asyncio.sleep(0)
+    return mute, call
+
+
+def test_a_silent_replica_is_chosen_last_until_it_answers() -> None:
+    """It takes requests and answers its checks: half of all requests went there, and waited as long as their clients did."""
+    async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
+        mute, call = await unanswered(router, silent)
+        router.seconds += LATE
+        for _ in range(6):
+            assert (await router.ask(CHAT)).text == SAID
+        assert len(silent.seen) == 1 and len(other.seen) == 6
+        router.fleet.replicas[1].busy_until = 1e9            # where no other is left, it gets them all the same
+        assert (await router.ask(CHAT)).text == SAID and len(silent.seen) == 2
+        router.fleet.replicas[1].busy_until = 0.0
+        mute.set()
+        await call.task
+        for _ in range(6):
+            await router.ask(CHAT)
+        assert len(silent.seen) == 5 and len(other.seen) == 9
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_stream_that_is_far_too_late_goes_elsewhere_and_an_answer_in_one_piece_waits() -> None:
+    async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
+        one = router.fleet.replicas[0]
+        stream, piece = (await unanswered(router, silent))[1], (await unanswered(router, silent, CHAT | {"stream": False}))[1]
+        router.seconds += LATE
+        one.move_late()
+        await asyncio.sleep(0)
+        assert not stream.task.done() and not other.seen     # it is late, not far too late
+        router.seconds += LATE
+        one.move_late()
+        await asyncio.wait_for(stream.task, 60)
+        assert stream.status == 200 and stream.text == SAID and len(other.seen) == 1
+        assert one.up and not one.failed and (one.counts["moved_late"], one.counts["moved"]) == (1, 1)
+        await asyncio.wait_for(silent.seen[0].gone.wait(), 60)           # it need not compute that any more
+        assert not piece.task.done()
+        piece.leave()
+        await piece.task
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_stream_goes_elsewhere_once_and_not_when_something_of_it_has_come() -> None:
+    """Where all are slow, it would never be answered."""
+    async def test(router: Router, first: FakeReplica, other: FakeReplica) -> None:
+        call = (await unanswered(router, first))[1]
+        mute, hold = asyncio.Event(), asyncio.Event()
+        other.behaviours = [Behaviour(mute=mute, hold=hold)]
+        for _ in range(2):
+            router.seconds += 4 * LATE
+            for each in router.fleet.replicas:
+                each.move_late()
+            while not other.seen:
+                await asyncio.sleep(0)
+        mute.set()
+        while call.text != "one ":
+            call.news.clear()
+            await call.news.wait()
+        router.seconds += 4 * LATE
+        router.fleet.replicas[1].move_late()
+        hold.set()
+        await asyncio.wait_for(call.task, 60)
+        assert call.text == SAID and (len(first.seen), len(other.seen)) == (1, 1)
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_late_request_comes_back_when_the_others_fail() -> None:
+    async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
+        call = (await unanswered(router, silent, GREEDY))[1]
+        other.behaviours = [Behaviour(dies_after=0)]
+        router.seconds += 3 * LATE
+        router.fleet.replicas[0].move_late()
+        await asyncio.wait_for(call.task, 60)
+        assert call.text == SAID and (len(silent.seen), len(other.seen)) == (2, 1)
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_check_without_an_answer_makes_a_replica_the_last_choice() -> None:
+    """A process that stands still is down after three of them, half a minute later."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        one = router.fleet.replicas[0]
+        await one.check(0.0)
+        assert one.up and router.fleet.usable() == [0, 1]
+        for _ in range(4):
+            await router.ask(CHAT)
+        assert not replicas[0].seen
+        await one.check(60.0)
+        for _ in range(4):
+            await router.ask(CHAT)
+        assert len(replicas[0].seen) == 2
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_pages_and_log_tell_of_a_silent_replica(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
+        one = router.fleet.replicas[0]
+        mute, call = await unanswered(router, silent)
+        one.tell_silence()
+        router.seconds += LATE
+        for _ in range(3):
+            one.tell_silence()
+        rows = json.loads((await router.ask(None, "/fleet")).body)
+        assert [each["state"] for each in rows["rows"]] == ["silent", "ok"]
+        assert rows["notes"] == [f"{silent.url} takes requests and does not answer them: others are chosen first"]
+        replicas = json.loads((await router.ask(None, "/replicas")).body)["replicas"]
+        assert [(each["silent"], each["late"]) for each in replicas] == [(True, 1), (False, 0)]
+        label = f'{{policy="round-robin",replica="{silent.url}"}}'
+        metrics = (await router.ask(None, "/metrics")).body.decode()
+        assert f"ridgeline:route_replica_silent{label} 1" in metrics and f"ridgeline:route_requests_late{label} 1" in metrics
+        assert f"ridgeline:route_moved_late_total{label} 0" in metrics
+        mute.set()
+        await call.task
+        one.tell_silence()
+        said = [each.getMessage() for each in caplog.records if "silent" in each.getMessage()]
+        assert [each.removeprefix(f"{silent.url} is ") for each in said] == [
+            "silent (late requests: 1): others are chosen first", "not silent any more",
+        ]
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+# -- the rule, without sockets -----------------------------------------------------------------------------------------
+
+
+def test_patience_is_learned_and_no_request_is_late_that_was_predicted_to_take_as_long() -> None:
+    patience = Patience()
+    assert patience.seconds(True, 0.1) == SILENT_SECONDS and patience.seconds(True, 100.0) == MORE * 100.0
+    silence = Silence(patience)
+    silence.sent(1, True, 0.0, 0.1)
+    silence.heard(1, 90.0)                                   # once it took as long, and may again
+    silence.sent(2, True, 90.0, 0.1)
+    silence.sent(3, False, 90.0, 0.1)                        # answers in one piece are other habits
+    assert silence.is_silent(90.0 + LATE)
+    silence.left(3, 91.0)
+    assert not silence.is_silent(90.0 + MORE * 90.0) and silence.is_silent(91.0 + MORE * 90.0)
+    for _ in range(1000):
+        patience.observe(True, 0.1)
+    assert patience.seconds(True, 0.1) == SILENT_SECONDS     # and it is forgotten
+
+
+def test_one_late_request_is_no_silence_while_others_are_answered() -> None:
+    silence = Silence(Patience())
+    silence.sent(1, False, 0.0, 1.0)
+    silence.sent(2, True, 0.0, 1.0)
+    for second in range(200):
+        silence.heard(2, float(second))
+        assert not silence.is_silent(float(second))
+    assert len(silence.late(199.0)) == 1 and silence.is_silent(199.0 + LATE)
+
+
+def test_a_replica_that_late_requests_have_left_is_tried_with_one_at_a_time() -> None:
+    silence = Silence(Patience())
+    silence.sent(1, True, 0.0, 1.0)
+    silence.left(1, 10.0)
+    assert not silence.is_silent(20.0)                       # its client was impatient, or it failed: it was not late
+    silence.sent(2, True, 20.0, 1.0)
+    silence.left(2, 20.0 + LATE)
+    assert silence.is_silent(20.0 + LATE) and silence.is_silent(19.0 + LATE + SILENT_SECONDS)
+    now = 21.0 + LATE + SILENT_SECONDS
+    assert not silence.is_silent(now)
+    silence.sent(3, True, now, 1.0)
+    assert silence.is_silent(now) and silence.is_silent(now + SILENT_SECONDS - 1)
+    silence.heard(3, now + 1.0)
+    assert not silence.is_silent(now + 2.0)
