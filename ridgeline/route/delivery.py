@@ -131,7 +131,7 @@ class Delivery:
         limit = self._limit = asyncio.timeout(None)
         try:
             async with limit, replica.upstream.ask(request.method, request.path, headers, request.parts) as answer:
-                if answer.status == 200 and answer.header(b"content-type").startswith(b"text/event-stream"):
+                if answer.status == 200 and answer.media_type == b"text/event-stream":
                     await self._stream(replica, answer, ticket)
                     return True
                 self._stay()
@@ -220,7 +220,7 @@ class Delivery:
 
     async def _short(self, replica: Replica, answer: Answer, ticket: Ticket, body: bytes) -> None:
         """One that was kept until its end."""
-        if not answer.is_framed and answer.header(b"content-type").startswith(b"application/json") and not _is_json(body):
+        if not answer.is_framed and answer.media_type == b"application/json" and not _is_json(body):
             raise ReplicaFailure("its answer was cut")
         usage = text = None
         if answer.status == 200 and self._request.is_counted:
