@@ -113,10 +113,10 @@ class ShapeTimes:
             self._known.pop(bits, None)                  # what was estimated from it is wrong now
             self._tables.clear()
 
-    def passed(self) -> None:
-        """A step has passed, measured or not."""
-        self._steps += 1
-        if self._steps % _LOOK == 0:
+    def passed(self, steps: int = 1) -> None:
+        """Steps have passed, measured or not."""
+        before, self._steps = self._steps, self._steps + steps
+        if before // _LOOK != self._steps // _LOOK:
             self._known.clear()
             self._tables.clear()
 
@@ -147,6 +147,9 @@ class ShapeTimes:
 
     def seconds(self, rows: int, keys: int) -> float:
         """Of a step without drafts, padding included."""
+        own = self._measured.get(keys.bit_length(), {}).get(PLAIN, {}).get(self.size_of(rows))
+        if own is not None:                              # as the table has it, which is new after each step that changes it
+            return own.median
         table = self.table(PLAIN, keys)
         return float(table.seconds[min(bisect.bisect_left(self._plain, rows), len(self._plain) - 1)])
 
@@ -263,10 +266,10 @@ class Pace:
         if other is not own:
             other.passed()
 
-    def passed(self) -> None:
-        self.ahead.passed()
+    def passed(self, steps: int = 1) -> None:
+        self.ahead.passed(steps)
         if self.waited is not self.ahead:
-            self.waited.passed()
+            self.waited.passed(steps)
 
 
 def _fitting(sizes: list[int], tokens: int) -> int:
