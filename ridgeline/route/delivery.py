@@ -36,9 +36,10 @@ EVENTS_PER_TURN = 64                 # of one stream that are read before others
 MOST_REFUSAL = 2**16                 # bytes of an answer that is kept while other replicas are asked
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
-# Perhaps of this replica alone: its model was changed, or its engine fails. Idle as it is, it would be chosen again and again.
-# But it may be the request's mistake, so that no client can take replicas down by it.
-_PERHAPS = (404, 500)
+# Perhaps of this replica alone: its model was changed, its engine fails, or it has another key. Idle as it is, it would be chosen
+# again and again. But it may be the request's mistake, so that no client can take replicas down by it.
+_KEYS = (401, 403)
+_PERHAPS = (*_KEYS, 404, 500)
 _RETRIED = (*_BUSY, 502, *_PERHAPS)
 # Of one connection, not of the answer; and those that the router writes itself.
 _NOT_PASSED = frozenset({
@@ -131,7 +132,7 @@ class Delivery:
         limit = self._limit = asyncio.timeout(None)
         try:
             async with limit, replica.upstream.ask(request.method, request.path, headers, request.parts) as answer:
-                if answer.status == 200 and answer.header(b"content-type").startswith(b"text/event-stream"):
+                if answer.status == 200 and answer.media_type == b"text/event-stream":
                     await self._stream(replica, answer, ticket)
                     return True
                 self._stay()
@@ -185,9 +186,13 @@ class Delivery:
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
-        self._refusal = answer.status, headers, await answer.body(MOST_REFUSAL)
-        if answer.status == 500:
-            logger.warning("%s answers 500 to request %s", replica.url, self._request.request_id.decode("latin-1"))
+        refusal = answer.status, headers, await answer.body(MOST_REFUSAL)
+        # A busy one's words go first: that another has no such model or key is no answer for the fleet.
+        if self._refusal is None or self._refusal[0] not in _BUSY or answer.status in _BUSY:
+            self._refusal = refusal
+        if answer.status == 500 or (answer.status in _KEYS and replica.upstream.key):
+            request_id = self._request.request_id.decode("latin-1")
+            logger.warning("%s answers %d to request %s", replica.url, answer.status, request_id)
         elif answer.status == 502:
             replica.fail(f"it answers {answer.status}")
         elif answer.status in _BUSY and not self._request.has_deadline and not answer.header(ALONE):
@@ -220,7 +225,7 @@ class Delivery:
 
     async def _short(self, replica: Replica, answer: Answer, ticket: Ticket, body: bytes) -> None:
         """One that was kept until its end."""
-        if not answer.is_framed and answer.header(b"content-type").startswith(b"application/json") and not _is_json(body):
+        if not answer.is_framed and answer.media_type == b"application/json" and not _is_json(body):
             raise ReplicaFailure("its answer was cut")
         usage = text = None
         if answer.status == 200 and self._request.is_counted:

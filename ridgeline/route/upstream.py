@@ -98,6 +98,10 @@ class Answer(asyncio.Protocol):
     def header(self, wanted: bytes) -> bytes:
         return next((value for name, value in self.headers if name == wanted), b"")
 
+    @property
+    def media_type(self) -> bytes:
+        return self.header(b"content-type").partition(b";")[0].strip().lower()
+
     async def head(self) -> None:
         """Wait for status and headers."""
         while not self._parsed_head:
@@ -202,7 +206,7 @@ class Answer(asyncio.Protocol):
         self._is_second = self.complete                  # in one piece with the answer
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_second:
+        if self._is_second or self._parsed_head:         # a trailer: no header, and the client may have the headers already
             return
         if len(self.headers) == MOST_HEADERS:
             self._stop(f"its answer has more than {MOST_HEADERS} headers")
@@ -213,6 +217,9 @@ class Answer(asyncio.Protocol):
             return
         if self._parser.get_http_version() not in ("1.0", "1.1"):
             self._stop("its answer is not HTTP/1")
+        codings = {value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"}
+        if codings - {b"chunked"}:                       # the router asks for none, and takes none off
+            self._stop(f"its answer is coded: {b', '.join(codings)[:99]!r}")
         self.status = self._parser.get_status_code()
         if not 100 <= self.status <= 599:                # no client could be told
             self._stop(f"its answer has the status {self.status}")
