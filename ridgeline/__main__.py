@@ -43,7 +43,7 @@ COMMANDS = {
     "bench ops": ("ridgeline.bench.options.ops_options", "measure every operation's kernels against the roofline"),
     "bench frontend": ("ridgeline.bench.frontend", "measure the front end's cost per token, with a fake engine"),
     "bench idle": ("ridgeline.bench.options.idle_options", "trace decode steps: time of every kernel, idle time of the device"),
-    "bench comm": ("ridgeline.bench.options.comm_options", "measure collectives between ranks: latency and bandwidth"),
+    "bench comm": ("ridgeline.bench.options.comm_options", "measure messages between the GPUs of one model: latency, bandwidth"),
     "bench startup": ("ridgeline.bench.startup", "measure an engine's start-up, phase by phase"),
     "bench soak": ("ridgeline.bench.soak", "stress-test a server with mixed traffic, and check for leaks and slow-down"),
     "bench loop": ("ridgeline.diagnose.loop_options", "diagnose, apply a remedy, measure again: predicted and achieved gain"),

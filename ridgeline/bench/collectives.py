@@ -24,6 +24,8 @@ from ridgeline.bench.lab.record import finish, record
 from ridgeline.distributed.time_collectives import ONE_SHOT
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import start_child
+from ridgeline.report.columns import fitted
+from ridgeline.sizes.mesh_shape import ONE_SHOT_MOST
 
 SIZES = [4**power for power in range(5, 14)]             # 1 KiB to 64 MiB
 _LONGEST = 300.0                     # seconds
@@ -78,10 +80,38 @@ def run(args: argparse.Namespace) -> None:
         figures[name] = {"latency_us": latency * 1e6, "gigabytes_per_s": gigabytes,
                          "seconds": {size: float(taken) for size, taken in seconds.items()}}
         ends = {column: seconds[str(size)] * 1e6 if str(size) in seconds else "" for size, column in columns}
-        rows.append({"collective": name, "latency µs": latency * 1e6, "GB/s": "" if gigabytes is None else gigabytes, **ends})
+        rows.append({"collective": name, "latency, µs": latency * 1e6,
+                     "bandwidth, GB/s": "" if gigabytes is None else gigabytes, **ends})
+    where = "GPUs, over NCCL" if args.device == "cuda" else "the CPU, over gloo"
+    print(fitted(f"{args.ranks} ranks on {where}; each time is of one call: the median of {args.repeats} measurements of "
+                 f"{args.in_a_row} calls\n"))
     print(table.as_markdown(rows))
+    print(fitted("\n" + "\n".join(explained(args, figures, torch.cuda.device_count() if args.device == "cuda" else 0))))
     setting = {name: getattr(args, name) for name in ("ranks", "device", "sizes", "repeats", "in_a_row")}
     finish(record("comm", setting, figures, gpu={"name": told["gpu"]} if args.device == "cuda" else None), args)
+
+
+def explained(args: argparse.Namespace, figures: dict[str, dict[str, Any]], gpus: int) -> list[str]:
+    """What the columns mean, and what is not among the rows."""
+    notes = [
+        "Latency and bandwidth are of the line through the times of all sizes: time = latency + bytes that a rank sends / "
+        "bandwidth. Of a message, each of n ranks sends 2 (n - 1) / n in an all_reduce, (n - 1) / n in an all_gather or "
+        "all_to_all, else all. 1 GB is 10^9 bytes, 1 MiB 2^20.",
+    ]
+    if not gpus:
+        notes.append("These are sockets between processes of this machine, as a CPU engine uses them. They say nothing about "
+                     "links between GPUs: for those, --device cuda on a machine that has them.")
+    elif gpus < args.ranks:
+        notes.append(f"{args.ranks} ranks share {gpus} GPU{'s' * (gpus > 1)} and talk through sockets: these times say nothing "
+                     "about a link between GPUs.")
+    if None in (each["gigabytes_per_s"] for each in figures.values()):
+        notes.append("No bandwidth: the times do not grow with the sizes; take larger --sizes, or more --repeats.")
+    if gpus and ONE_SHOT not in figures:
+        notes.append("Not measured: the one-shot all-reduce, which needs GPUs that read each other's memory, and two --sizes "
+                     f"of at most {label(ONE_SHOT_MOST)}.")
+    if "send" not in figures:
+        notes.append("Not measured: send, from one pipeline stage to the next, which is between two ranks (--ranks 2).")
+    return notes
 
 
 def label(size: int) -> str:

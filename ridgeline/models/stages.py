@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, cpu_weight_bytes
@@ -52,6 +53,7 @@ def weight_bytes(
     return total
 
 
+@functools.lru_cache(64)                 # `plan` asks again for every batch, format and goal
 def fullest_weight_bytes(
     config: ModelConfig, dtype: str, device: str, shape: MeshShape, quantization: str = "none", kernels: DeviceFacts = H200
 ) -> int:
@@ -72,6 +74,11 @@ def fullest_weight_bytes(
 
 def fullest_page_bytes(groups: list[KVGroupSpec], num_layers: int, stages: int, format: KVFormat) -> int:
     """Bytes of one KV block on a rank of the stage that has most: every stage keeps the KV of its own layers."""
+    return _fullest_page_bytes(tuple(groups), num_layers, stages, format)
+
+
+@functools.lru_cache(64)
+def _fullest_page_bytes(groups: tuple[KVGroupSpec, ...], num_layers: int, stages: int, format: KVFormat) -> int:
     return max(
-        page_bytes(groups_here(groups, stage_layers(num_layers, stage, stages)), format) for stage in range(stages)
+        page_bytes(groups_here([*groups], stage_layers(num_layers, stage, stages)), format) for stage in range(stages)
     )

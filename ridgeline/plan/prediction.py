@@ -41,7 +41,7 @@ from ridgeline.plan.workload_steps import (
     workload_spans,
 )
 from ridgeline.resolve import GPU_ROWS, GPU_STEP_TOKENS
-from ridgeline.roofline.decoder_shape import DecoderShape, decoder_shape
+from ridgeline.roofline.decoder_shape import DecoderShape, decoder_shape, sharded
 from ridgeline.sizes.graph_shapes import decode_sizes
 from ridgeline.sizes.hardware import INFINIBAND, Device, Link
 from ridgeline.sizes.kv_format import KVFormat, cache_dtype
@@ -326,7 +326,7 @@ def _rate_kept(setup: Setup, steps: Steps, codes: int, format: str) -> np.ndarra
 
 def _tiled_experts(setup: Setup, steps: Steps, reading: np.ndarray, computing: np.ndarray) -> np.ndarray:
     """Seconds without the kernels' own, from those of reading the weights and of computing as dense GEMMs do."""
-    used, experts, hidden = setup.used, setup.shape.experts, setup.model.config.hidden_size
+    used, experts, hidden = setup.used, sharded(setup.model.experts, setup.ranks), setup.model.config.hidden_size
     assert experts is not None
     computing = computing * expert_work.padded_rows(experts, steps.tokens) / expert_work.TILED_COMPUTE
     layers = steps.layers - setup.model.config.num_plain
@@ -336,7 +336,7 @@ def _tiled_experts(setup: Setup, steps: Steps, reading: np.ndarray, computing: n
 
 def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: float, paced: np.ndarray) -> np.ndarray:
     """Seconds without the kernels' own: reading and unpacking overlap, and computing with both."""
-    used, experts, hidden = setup.used, setup.shape.experts, setup.model.config.hidden_size
+    used, experts, hidden = setup.used, sharded(setup.model.experts, setup.ranks), setup.model.config.hidden_size
     assert experts is not None
     unpacked, padded = expert_work.work(experts, hidden, steps.tokens)
     flops = steps.product_flops[:, EXPERTS]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -249,6 +250,7 @@ def cpu_weights(model: PlannedModel, format: str) -> StoredWeights | None:
     return None if each is None else StoredWeights(format, each, each, each)
 
 
+@functools.lru_cache(64)                 # asked again for every format and goal
 def gpu_weights(
     model: PlannedModel, dtype: str, ranks: int, kernels: DeviceFacts, quantization: str = "none"
 ) -> StoredWeights | None:

@@ -11,6 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,7 @@ _SMALL = ("embedding", "norms", "rotary_write", "activation", "sample")
 _EXPONENTIAL_FLOPS = 267
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):                # thousands of them are keys of a cache: a tuple's hash is the cheapest
     new: int                         # tokens computed in this step
     kv: int                          # KV length, these included
     logits: int = 1                  # of the last of them
@@ -84,7 +84,7 @@ class _Seen:
 
 @functools.lru_cache(maxsize=1024)
 def _count_rows(seen: _Seen, rows: tuple[Row, ...], shared: int, padded_to: int) -> StepCounts:
-    new, kv, logits = np.array([(row.new, row.kv, row.logits) for row in rows], np.int64).reshape(-1, 3).T
+    new, kv, logits = np.array(rows, np.int64).reshape(-1, 3).T
     return _count(seen, new, kv, logits, shared, padded_to)
 
 

@@ -155,16 +155,19 @@ class DecoderShape:
     def shard(self, ranks: int) -> DecoderShape:
         """One rank's share under tensor parallelism, the fullest where it does not divide."""
         query, key_value = head_shards(self.heads, self.kv_heads, 0, ranks)
-        experts = self.experts
-        if experts is not None:
-            width, shared, dense = (
-                even_shard(each, 0, ranks).size for each in (experts.width, experts.shared, experts.dense_width)
-            )
-            experts = replace(experts, width=width, shared=shared, dense_width=dense)
         return replace(
-            self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks, experts=experts,
+            self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks,
+            experts=sharded(self.experts, ranks),
             intermediate=even_shard(self.intermediate, 0, ranks).size, vocab=even_shard(self.vocab, 0, ranks).size,
         )
+
+
+def sharded(experts: Experts | None, ranks: int) -> Experts | None:
+    """One rank's share, as of DecoderShape.shard."""
+    if experts is None:
+        return None
+    width, shared, dense = (even_shard(each, 0, ranks).size for each in (experts.width, experts.shared, experts.dense_width))
+    return replace(experts, width=width, shared=shared, dense_width=dense)
 
 
 def kv_element_bytes(kv_dtype: str, head_dim: int) -> float:

@@ -46,6 +46,11 @@ class Part(NamedTuple):
     data: bytes
     is_whole: bool
 
+    @property
+    def is_short(self) -> bool:
+        """Whether it is read at once."""
+        return self.is_whole and len(self.data) <= LONG_BYTES
+
 
 class Held:
     """The bytes of all streams' begun events, and of begun answers in one piece."""
@@ -125,6 +130,8 @@ class EventCutter:
 
 
 def data_of(event: bytes) -> bytes:
+    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[5:].strip()                         # one line and an empty one, as nearly all have
     return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
 
 
@@ -237,7 +244,7 @@ class AnswerEvents:
         return self._take_part(content, choice, part, event)
 
     def _take_part(self, content: dict[str, Any], choice: dict[str, Any], part: dict[str, Any], event: bytes) -> bytes:
-        new = {name: part[name] for name in FIELDS if isinstance(part.get(name), str)}
+        new = {name: text for name, text in part.items() if name in FIELDS and isinstance(text, str)}
         ends = bool(choice.get("finish_reason"))
         self.is_open = not ends
         self.began = self.began or any(new.values())

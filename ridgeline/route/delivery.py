@@ -36,9 +36,10 @@ EVENTS_PER_TURN = 64                 # of one stream that are read before others
 MOST_REFUSAL = 2**16                 # bytes of an answer that is kept while other replicas are asked
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
-# Perhaps of this replica alone: its model was changed, or its engine fails. Idle as it is, it would be chosen again and again.
-# But it may be the request's mistake, so that no client can take replicas down by it.
-_PERHAPS = (404, 500)
+# Perhaps of this replica alone: its model was changed, its engine fails, or it has another key. Idle as it is, it would be chosen
+# again and again. But it may be the request's mistake, so that no client can take replicas down by it.
+_KEYS = (401, 403)
+_PERHAPS = (*_KEYS, 404, 500)
 _RETRIED = (*_BUSY, 502, *_PERHAPS)
 # Of one connection, not of the answer; and those that the router writes itself.
 _NOT_PASSED = frozenset({
@@ -73,7 +74,7 @@ class Delivery:
         fleet, tried = self._fleet, self._tried
         number: int | None = None
         while len(tried) <= fleet.options.retries:
-            failed, number = number, fleet.choose(self._request.prompt, tried)
+            failed, number = number, await fleet.choose_any(self._request.prompt, tried)
             if number is None:
                 break
             if failed is not None:
@@ -131,7 +132,7 @@ class Delivery:
         limit = self._limit = asyncio.timeout(None)
         try:
             async with limit, replica.upstream.ask(request.method, request.path, headers, request.parts) as answer:
-                if answer.status == 200 and answer.header(b"content-type").startswith(b"text/event-stream"):
+                if answer.status == 200 and answer.media_type == b"text/event-stream":
                     await self._stream(replica, answer, ticket)
                     return True
                 self._stay()
@@ -185,9 +186,13 @@ class Delivery:
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
-        self._refusal = answer.status, headers, await answer.body(MOST_REFUSAL)
-        if answer.status == 500:
-            logger.warning("%s answers 500 to request %s", replica.url, self._request.request_id.decode("latin-1"))
+        refusal = answer.status, headers, await answer.body(MOST_REFUSAL)
+        # A busy one's words go first: that another has no such model or key is no answer for the fleet.
+        if self._refusal is None or self._refusal[0] not in _BUSY or answer.status in _BUSY:
+            self._refusal = refusal
+        if answer.status == 500 or (answer.status in _KEYS and replica.upstream.key):
+            request_id = self._request.request_id.decode("latin-1")
+            logger.warning("%s answers %d to request %s", replica.url, answer.status, request_id)
         elif answer.status == 502:
             replica.fail(f"it answers {answer.status}")
         elif answer.status in _BUSY and not self._request.has_deadline and not answer.header(ALONE):
@@ -220,7 +225,7 @@ class Delivery:
 
     async def _short(self, replica: Replica, answer: Answer, ticket: Ticket, body: bytes) -> None:
         """One that was kept until its end."""
-        if not answer.is_framed and answer.header(b"content-type").startswith(b"application/json") and not _is_json(body):
+        if not answer.is_framed and answer.media_type == b"application/json" and not _is_json(body):
             raise ReplicaFailure("its answer was cut")
         usage = text = None
         if answer.status == 200 and self._request.is_counted:
@@ -230,7 +235,7 @@ class Delivery:
         await self._send_whole(answer.status, answer.headers, body)
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
-        replica.succeeded()
+        replica.answered()
         if answer.status == 200 and self._request.method == "POST":
             replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
             self._fleet.answered(replica, usage)
@@ -260,10 +265,12 @@ class Delivery:
             for number, part in enumerate(parts, 1):
                 if number % EVENTS_PER_TURN == 0:
                     await asyncio.sleep(0)
-                passed.append(await self._taken(part) if counted else part.data)
+                if counted:
+                    passed.append(events.take(part.data) if part.is_short else await self._taken(part))
+                else:
+                    passed.append(part.data)
         finally:                                         # also what came before an event that fails: it counts as sent
             if events.began or (passed and not counted):
-                replica.silence.heard(ticket.serial, self._fleet.now())
                 self._began(replica, ticket)
             if body := b"".join(passed):
                 events.shown = events.shown or not counted
@@ -271,7 +278,7 @@ class Delivery:
                 await send_part(self._send, body, more=True)
 
     async def _taken(self, part: Part) -> bytes:
-        """What the client shall get. An event that the threads have no time for is not read: all streams would wait for it."""
+        """What the client shall get of a long event. One that threads have no time for is not read: all streams would wait."""
         if part.is_whole:
             with suppress(Overloaded, TimedOut):
                 return await away_if_long(len(part.data), partial(self._events.take, part.data))
@@ -281,7 +288,9 @@ class Delivery:
         return with_answer(self._request.prompt, text) if text else ()
 
     def _began(self, replica: Replica, ticket: Ticket) -> None:
-        if replica.load.first_token(ticket, self._fleet.now()):
+        now = self._fleet.now()
+        replica.silence.heard(ticket.serial, now)
+        if replica.load.first_token(ticket, now):
             self._fleet.first_token.observe(ticket.first - ticket.sent)
             self._fleet.predicted_first_token.observe(ticket.predicted.first_token)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -44,6 +45,7 @@ class Fleet:
         self.slots.predicted_wait = lambda: self.choice.shortest_wait(self.now(), self.usable())
         self.bodies = HeldBodies(MOST_BODIES, options.max_body_bytes)
         self.stopping = False
+        self._look: asyncio.Future[None] | None = None   # checks of those that are down, out of turn
         self.counts: Counter[str] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
         self.predicted_first_token = Histogram(FIRST_TOKEN_SECONDS)
@@ -56,6 +58,19 @@ class Fleet:
         now, usable = self.now(), self.usable(tried)
         heard = [number for number in usable if not self.replicas[number].is_silent(now)]
         return self.choice.choose(prompt, now, heard or usable) if usable else None
+
+    async def choose_any(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
+        """Where none is left, those that are down are checked at once: one may just have been restarted."""
+        number = self.choose(prompt, tried)
+        if number is None and any(not each.up for place, each in enumerate(self.replicas) if place not in tried):
+            if self._look is None or self._look.done():
+                self._look = asyncio.ensure_future(self._look_again())
+            await asyncio.shield(self._look)             # one for all requests that wait for it
+            number = self.choose(prompt, tried)
+        return number
+
+    async def _look_again(self) -> None:
+        await asyncio.gather(*(each.look_again() for each in self.replicas if not each.up))
 
     def nothing_usable(self) -> Exception:
         """Why no replica can take a request, for its client."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ridgeline.engine.replicas.replica_load import ReplicaLoad
 from ridgeline.engine.replicas.silence import Patience, Silence
@@ -18,6 +19,7 @@ from ridgeline.route.upstream import ReplicaFailure, Upstream
 
 logger = get_logger("route")
 
+LOOK_SECONDS = 1.0                   # for a check that requests wait for
 RATE_SECONDS = 1.0                   # least time between two looks at its counters
 MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
@@ -56,7 +58,13 @@ class Replica:
         """Whether it had better be chosen last."""
         return self._is_unheard or self.silence.is_silent(now)
 
+    def answered(self) -> None:
+        """A request. It does not bring back one that is down: while a server stops it finishes what it has."""
+        if self.up:
+            self.failed = 0
+
     def succeeded(self) -> None:
+        """A check."""
         self.failed = 0
         if not self.up:
             self.up, self.busy_until = True, 0.0         # what it asked for before it was down is over, too
@@ -92,8 +100,7 @@ class Replica:
     async def check(self, seconds: float) -> None:
         """One health check. A server without /health is alive if it answers at all."""
         try:
-            async with asyncio.timeout(seconds), self.upstream.ask("GET", "/health") as answer:
-                await answer.body(2**20)
+            status = await self._health(seconds)
         except (TimeoutError, ReplicaFailure) as error:
             self._is_unheard = isinstance(error, TimeoutError)
             self.upstream.unheard()
@@ -101,12 +108,23 @@ class Replica:
             return
         self._is_unheard = False
         self.upstream.heard()
-        if answer.status == 503:                         # it loads or stops, and says so: down at once
+        if status == 503:                                # it loads or stops, and says so: down at once
             self.failed = self._most_failures - 1
-        if answer.status >= 500:
-            self.fail(f"/health answers {answer.status}")
+        if status >= 500:
+            self.fail(f"/health answers {status}")
         else:
             self.succeeded()
+
+    async def look_again(self) -> None:
+        """A check out of turn of one that is down, which counts only if it succeeds."""
+        with suppress(TimeoutError, ReplicaFailure):
+            if await self._health(LOOK_SECONDS) < 500:
+                self.succeeded()
+
+    async def _health(self, seconds: float) -> int:
+        async with asyncio.timeout(seconds), self.upstream.ask("GET", "/health") as answer:
+            await answer.body(2**20)
+            return answer.status
 
     def give_up_silent(self) -> None:
         """Its requests go on elsewhere, unless something has come of them since the checks fail."""

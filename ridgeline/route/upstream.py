@@ -45,6 +45,7 @@ class Answer(asyncio.Protocol):
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
+        self.is_stale = False                            # it ended without a byte, as one that was idle for too long may
         self.reusable = True
         self._is_second = False                          # what is parsed now is not the answer any more
         self.unheard = 0                                 # checks in a row that the replica did not answer, without a byte here
@@ -97,6 +98,10 @@ class Answer(asyncio.Protocol):
 
     def header(self, wanted: bytes) -> bytes:
         return next((value for name, value in self.headers if name == wanted), b"")
+
+    @property
+    def media_type(self) -> bytes:
+        return self.header(b"content-type").partition(b";")[0].strip().lower()
 
     async def head(self) -> None:
         """Wait for status and headers."""
@@ -185,6 +190,7 @@ class Answer(asyncio.Protocol):
         if self._parsed_head and not self.complete and not self.is_framed and error is None and not self._error:
             self.complete = True                         # a body that ends with its connection
         if not self.complete and not self._error:
+            self.is_stale = not self.status and not self._unparsed
             self._error = f"its connection ended{f': {error}' if error else ''}"
         self._news.set()
         self._writable.set()
@@ -202,7 +208,7 @@ class Answer(asyncio.Protocol):
         self._is_second = self.complete                  # in one piece with the answer
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_second:
+        if self._is_second or self._parsed_head:         # a trailer: no header, and the client may have the headers already
             return
         if len(self.headers) == MOST_HEADERS:
             self._stop(f"its answer has more than {MOST_HEADERS} headers")
@@ -213,6 +219,9 @@ class Answer(asyncio.Protocol):
             return
         if self._parser.get_http_version() not in ("1.0", "1.1"):
             self._stop("its answer is not HTTP/1")
+        codings = {value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"}
+        if codings - {b"chunked"}:                       # the router asks for none, and takes none off
+            self._stop(f"its answer is coded: {b', '.join(codings)[:99]!r}")
         self.status = self._parser.get_status_code()
         if not 100 <= self.status <= 599:                # no client could be told
             self._stop(f"its answer has the status {self.status}")
@@ -316,7 +325,7 @@ class Upstream:
                 try:
                     return await self._exchange(connection, head, body)
                 except ReplicaFailure:
-                    if connection.status:
+                    if not connection.is_stale:
                         raise
                     # A replica may close an idle connection just as it is used again: that is no failure.
         return await self._exchange(await self._connection(), head, body)

@@ -50,6 +50,10 @@ class Drafter(Protocol):
         """With a grammar among the rows: is the next step to be planned only once all tokens have arrived? The device waits
         meanwhile, but what a grammar forces to follow is known only then."""
 
+    @property
+    def will_look(self) -> bool:
+        """What awake() will say next."""
+
     def awake(self) -> bool:
         """Is it to be asked for this step? Once per step."""
 
@@ -58,6 +62,9 @@ class Drafter(Protocol):
 
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
+
+    def slept(self, rows: int) -> bool:
+        """A step without prompts has come back, with so many rows. True: its time is not asked for."""
 
     def timed(
         self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int, waited: bool = False
@@ -78,7 +85,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """The off version."""
 
-    active = waits = False
+    active = waits = will_look = False
 
     def awake(self) -> bool:
         return False
@@ -88,6 +95,9 @@ class NoDrafter:
 
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """It learns nothing."""
+
+    def slept(self, rows: int) -> bool:
+        return True
 
     def timed(
         self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int, waited: bool = False

@@ -231,7 +231,7 @@ class Scheduler:
         rows, steady = self._running.rows.ranked(), self._steady
         if self._decodes.native is None or steady is None or steady.rows is not rows or self.limits.stages > 1:
             return None
-        if steady.most_drafts is None and self.drafter.active:
+        if steady.most_drafts is None and self.drafter.active and self.drafter.will_look:
             note_wanted(self._running.rows, steady)
         budget, again = self._budget(len(rows), 0) - len(rows), self._decodes.again(steady)
         if again is None or budget < 0 or not self._running.grow_each(rows, again.lacking):
@@ -484,8 +484,9 @@ class Scheduler:
             flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, seconds, flight.num_scored
         )
         self.manager.pool.retired(flight.step)
-        if self.drafter.active and not flight.num_prompt_tokens and result.typical:
-            tell_time(self.drafter, flight, result, seconds, proposing)
+        drafter = self.drafter
+        if drafter.active and not flight.num_prompt_tokens and result.typical and not drafter.slept(flight.num_decodes):
+            tell_time(drafter, flight, result, seconds, proposing)
         if taken is not None:
             return self._answers.tell(flight, result, taken)
         if flight.drafts is not None and surplus is not None:

@@ -14,7 +14,8 @@ import torch
 
 from ridgeline.__main__ import main
 from ridgeline.bench import collectives
-from ridgeline.bench.collectives import SIZES, check, default_sizes, label, line, sent
+from ridgeline.bench.collectives import SIZES, check, default_sizes, explained, label, line, sent
+from ridgeline.distributed.time_collectives import ONE_SHOT
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.plan.records import read_link
 from ridgeline.sizes.hardware import Link
@@ -54,7 +55,9 @@ def test_two_ranks_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
     made = json.loads(path.read_text())
     assert set(made["figures"]) == {"all_reduce", "all_gather", "all_to_all", "broadcast", "send"}
     assert all(set(each["seconds"]) == {"1024", "4096"} for each in made["figures"].values())
-    assert made["workload"]["ranks"] == 2 and "all_to_all" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert made["workload"]["ranks"] == 2 and "all_to_all" in said and "They say nothing about links between GPUs" in said
+    assert said.startswith("2 ranks on the CPU, over gloo; each time is of one call") and "| bandwidth, GB/s |" in said
     made["figures"]["all_reduce"] |= {"latency_us": 50.0, "gigabytes_per_s": 2.0}
     del made["figures"]["send"]
     path.write_text(json.dumps(made))
@@ -64,6 +67,18 @@ def test_two_ranks_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
     main(["plan", "llama-3.1-8b", "--gpu", "H100", "--tp", "2", "--most", "2", "--json", "--comm", str(path)])
     slower = json.loads(capsys.readouterr().out)
     assert known != slower
+
+
+def test_what_is_not_measured_is_said() -> None:
+    def notes(ranks: int, gpus: int, *found: str, bandwidth: float | None = 1.0) -> str:
+        figures = {name: {"gigabytes_per_s": bandwidth} for name in ("all_reduce", *found)}
+        return " ".join(explained(argparse.Namespace(ranks=ranks), figures, gpus)[1:])
+
+    assert notes(2, 2, ONE_SHOT, "send") == ""
+    assert notes(2, 1, "send").startswith("2 ranks share 1 GPU and talk through sockets")
+    assert "Not measured: the one-shot all-reduce" in notes(2, 2, "send")
+    assert "one-shot" not in notes(4, 0) and "(--ranks 2)" in notes(4, 0)
+    assert notes(2, 2, ONE_SHOT, "send", bandwidth=None).startswith("No bandwidth")
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quantised_models import DIALECTS
 
+from ridgeline.__main__ import main
 from ridgeline.cli.cmd_plan import _question, add_arguments
 from ridgeline.config import EngineConfig
+from ridgeline.models.checkpoints.linear_formats import Chosen, LinearFormats, LinearShape
 from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import CONFIGS
@@ -65,3 +68,19 @@ def test_memory_on_a_gpu_is_what_the_engine_predicts(dialect: str, gpu: str, tmp
 def test_products_have_the_rate_of_their_kernels(dialect: str, weights: str, computed: str, tmp_path: Path) -> None:
     made = planned(tmp_path, "H200", OWN[dialect])
     assert (made.weights, made.computed) == (weights, computed)
+
+
+def test_formats_are_found_once_for_each_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for each batch and goal: that was most of the time that `plan` took of a mixture's checkpoint."""
+    found: Counter[tuple[object, ...]] = Counter()
+    format_of = LinearFormats._format
+
+    def counted(self: LinearFormats, shape: LinearShape) -> Chosen:
+        found[self.ranks, self.device, tuple(self.rules.items()), shape.path] += 1
+        return format_of(self, shape)
+
+    monkeypatch.setattr(LinearFormats, "_format", counted)
+    sizes = {"num_hidden_layers": 2, "quantization_config": OWN["ct-w4a16"]}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-30b-a3b"] | sizes))
+    assert main(["plan", str(tmp_path), "--gpu", "H200", "--most", "2", "--json"]) == 0
+    assert 0 < max(found.values()) <= 4                  # by `plan`, and for the weights, products and check of the ledger

@@ -17,6 +17,7 @@ from ridgeline.route.answer_events import (
     Held,
     Part,
     ReplicaGaveUp,
+    data_of,
     usage_of,
 )
 
@@ -79,6 +80,13 @@ def test_what_was_not_read_cannot_be_continued() -> None:
     events.restart()
     with pytest.raises(Differs):
         events.pass_on(b"data: {")
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n", b""])
+def test_the_data_of_an_event_does_not_depend_on_its_line_ends(end: bytes) -> None:
+    assert data_of(b"data: {}" + end) == data_of(b"data:{} " + end) == b"{}"
+    assert data_of(b"id: 1\ndata: {" + end[: len(end) // 2] + b"\ndata: }" + end) == b"{\n}"
+    assert data_of(b": data: x" + end) == b"" and data_of(b"data: [\rdata: ]" + end) == b"[\n]"
 
 
 def test_what_was_sent_is_skipped_by_field() -> None:

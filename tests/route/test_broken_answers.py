@@ -84,6 +84,8 @@ NO_ANSWERS: dict[str, tuple[bytes, bool]] = {
     "chunks: size is too large": (JSON + CHUNKED + b"f" * 17 + b"\r\n" + SAYS, True),
     "chunks: an extension without an end": (JSON + CHUNKED + b"1;" + b"a" * 2 * upstream.MOST_HEAD, False),
     "chunks: trailers without an end": (JSON + CHUNKED + b"0\r\n" + b"x-a: b\r\n" * (upstream.MOST_HEAD // 8), False),
+    "chunks in another coding": (JSON + b"transfer-encoding: gzip, chunked\r\n\r\n" + chunk(SAYS) + b"0\r\n\r\n", False),
+    "a coding that is none": (JSON + b"transfer-encoding: xchunked\r\n\r\n" + SAYS, True),
     "a body for 204": (b"HTTP/1.1 204 No Content\r\n\r\n" + SAYS, False),
     "a body for 304": (b"HTTP/1.1 304 Not Modified\r\n" + sized(SAYS), False),
     "an end in the middle, no length": (JSON + b"\r\n" + SAYS[:-5], True),
@@ -100,12 +102,11 @@ def test_what_is_no_answer_is_a_failure_and_another_replica_answers(name: str, s
 
     async def test(router: Router, *replicas: FakeReplica) -> None:
         bad, good = router.fleet.replicas
-        bad.up = True
-        good.up = False
+        good.busy_until = 1e9
         alone = await router.ask(CHAT | {"stream": stream})
         assert alone.status == 502 and alone.is_complete and bad.failed == 1 and bad.load.pending == 0
         assert json.loads(alone.body)["error"]["code"] == "replica_failed" and alone.headers["retry-after"]
-        good.up = True
+        good.busy_until = 0.0
         router.fleet.choice._turn = 1                    # the bad one is next
         call = await router.ask(CHAT | {"stream": stream})
         assert call.status == 200 and call.is_complete and bad.failed == 2 and not good.failed

@@ -115,9 +115,9 @@ def test_a_refused_request_goes_to_another_replica(status: int) -> None:
     routed(test, FakeReplica(), FakeReplica())
 
 
-@pytest.mark.parametrize("status", [404, 500])
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
 def test_what_one_replica_cannot_answer_another_may(status: int) -> None:
-    """One with another model, or a broken engine, is healthy and idle: it was given half of all requests, and failed them."""
+    """One with another model or key, or a broken engine, is healthy and idle: it was given half of all requests, failing them."""
     async def test(router: Router, *replicas: FakeReplica) -> None:
         bad = first_of(router)
         replicas[bad].behaviours = [Behaviour(status=status)]
@@ -129,6 +129,8 @@ def test_what_one_replica_cannot_answer_another_may(status: int) -> None:
         call = await router.ask(CHAT)                        # it was the request's mistake: the replicas' own words
         assert call.status == status and json.loads(call.body) == {"error": {"message": "as scripted"}}
         assert not router.fleet.counts["refused"] and router.fleet.usable() == [0, 1]
+        replicas[first_of(router)].behaviours = [Behaviour(status=429)]
+        assert (await router.ask(CHAT)).status == 429        # the other one does not say that it has no such model
 
     routed(test, FakeReplica(), FakeReplica())
 
@@ -240,13 +242,16 @@ def test_a_stream_that_breaks_in_a_long_event_ends_with_an_error_of_its_own() ->
 def test_an_event_that_the_threads_have_no_time_for_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was read on the event loop, while all other streams waited."""
     read: list[int] = []
+    take = answer_events.AnswerEvents.take
+
+    def noted(self: Any, event: bytes) -> bytes:
+        read.append(len(event))
+        return take(self, event)
 
     async def busy(num_bytes: int, work: Callable[[], bytes]) -> bytes:
-        if num_bytes > LONG_BYTES:
-            raise Overloaded("busy")
-        read.append(num_bytes)
-        return work()
+        raise Overloaded("busy")
 
+    monkeypatch.setattr(answer_events.AnswerEvents, "take", noted)
     monkeypatch.setattr(delivery, "away_if_long", busy)
     long = ["one ", "x" * 2 * LONG_BYTES, " two"]
 

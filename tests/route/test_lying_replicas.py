@@ -107,6 +107,31 @@ def test_headers_of_the_connection_to_a_replica_stay_there() -> None:
     routed(test, FakeReplica(Behaviour(headers={"connection": "keep-alive, X-Hop", "x-hop": "1", "x-kept": "2"})))
 
 
+def test_a_trailer_is_no_header() -> None:
+    """It came after the headers, and the client got it among them."""
+    sent = LINE + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nlocation: /there\r\ncontent-encoding: gzip\r\n\r\n"
+
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        call = await router.ask(ASKED)
+        assert call.status == 200 and call.body == b"{}"
+        assert not {"location", "content-encoding"} & set(call.headers)
+
+    routed(test, Scripted(sent))
+
+
+def test_a_media_type_has_no_case() -> None:
+    """As an answer in one piece a stream came all at once, at its end."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        call = await router.ask(CHAT)
+        assert call.text == "hi" and not any("usage" in each for each in call.events[:-1])
+
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream ; Charset=UTF-8\r\n"
+    choice = {"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}
+    events = {"choices": [choice]}, {"choices": [], "usage": {"prompt_tokens": 1}}
+    body = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events) + b"data: [DONE]\n\n"
+    routed(test, Scripted(head + b"content-length: %d\r\n\r\n" % len(body) + body))
+
+
 # -- silence -----------------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +163,27 @@ def test_a_stream_goes_on_when_its_replica_has_become_silent(answers_once: bool)
         await asyncio.wait_for(call.task, 60)
         assert call.text == SAID and call.events[-1] == "[DONE]"
         assert router.fleet.counts["resumed_streams"] == (not answers_once)
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_request_that_is_given_up_does_not_go_to_the_same_replica_again() -> None:
+    """On a connection that had been idle it looked as if only the connection had ended."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        await router.ask(ASKED)
+        await router.ask(ASKED)                              # each has an idle connection now
+        number = first_of(router)
+        mute = asyncio.Event()
+        replicas[number].behaviours = [Behaviour(mute=mute)]
+        call = router.start(ASKED)
+        while len(replicas[number].seen) < 2:
+            await asyncio.sleep(0)
+        silent = router.fleet.replicas[number]
+        for _ in range(3):
+            await silent.check(0.0)
+        silent.give_up_silent()
+        await asyncio.wait_for(call.task, 60)
+        assert call.status == 200 and [len(each.seen) for each in replicas] == [2, 2]
 
     routed(test, FakeReplica(), FakeReplica())
 

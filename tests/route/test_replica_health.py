@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_replica import FakeReplica, Router
-from test_delivery import routed
+from fake_replica import Behaviour, FakeReplica, Router
+from test_delivery import CHAT, GREEDY, SAID, first_of, routed
 
 from ridgeline.route.replica import keep_checking
 
@@ -55,3 +55,64 @@ def test_a_replica_that_is_down_is_checked_as_often_as_others() -> None:
         assert router.fleet.usable() == [0]
 
     routed(test, FakeReplica())
+
+
+def test_a_rolling_restart_fails_no_request() -> None:
+    """One after the other stops: it refuses what is new, finishes what it has, ends, loads, and is back."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        async def clients(how_many: int = 3) -> None:
+            bodies = [CHAT, GREEDY, CHAT | {"stream": False}] * how_many
+            calls = await asyncio.gather(*(router.ask(body) for body in bodies))
+            assert [each.status for each in calls] == [200] * len(calls)
+            assert all(each.text == SAID for each, body in zip(calls, bodies, strict=True) if body["stream"])
+
+        for number, replica in enumerate(replicas):
+            one = router.fleet.replicas[number]
+            hold = asyncio.Event()
+            while first_of(router) != number:
+                router.fleet.choice._turn += 1
+            replica.behaviours = [Behaviour(hold=hold), Behaviour(status=503, headers={"retry-after": "5"})]
+            open_stream = router.start(CHAT)
+            while open_stream.text != "one ":
+                open_stream.news.clear()
+                await open_stream.news.wait()
+            await clients()                                  # SIGTERM: it says so to requests, and in /health
+            replica.health = 503
+            await one.check(60.0)
+            await clients()
+            hold.set()
+            await open_stream.task
+            assert open_stream.text == SAID and not one.up
+            await replica.stop()
+            await clients()
+            await one.check(60.0)
+            await replica.start_again()                      # it loads …
+            await one.check(60.0)
+            await clients()
+            replica.health, replica.behaviours = 200, [Behaviour()]      # … and is back; the next stops before a check
+            router.seconds += 1.0
+        assert not router.fleet.counts["refused"] and not router.fleet.counts["broken_streams"]
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_replicas_that_are_killed_under_load_fail_no_stream_that_can_be_continued() -> None:
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        for number, replica in enumerate(replicas):
+            hold = asyncio.Event()
+            for each in replicas:
+                each.behaviours = [Behaviour(hold=hold)] * 4 + [Behaviour()]
+            calls = [router.start(GREEDY) for _ in range(8)]
+            while not all(call.text for call in calls):
+                await asyncio.sleep(0)
+            await replica.stop()
+            while sum(call.task.done() for call in calls) < 4:
+                await asyncio.sleep(0)
+            hold.set()
+            await asyncio.gather(*(call.task for call in calls))
+            assert all(call.text == SAID and call.events[-1] == "[DONE]" for call in calls)
+            assert router.fleet.counts["resumed_streams"] == 4 * (number + 1)
+            await replica.start_again()
+            await router.fleet.replicas[number].check(60.0)
+
+    routed(test, FakeReplica(), FakeReplica())

@@ -262,6 +262,29 @@ def test_an_inactive_drafter_costs_nothing() -> None:
     assert simulation.scheduler._flights == type(simulation.scheduler._flights)()
 
 
+def test_a_drafter_that_rests_is_asked_for_nothing() -> None:
+    class Rests(DialDrafter):
+        will_look = False
+
+        def awake(self) -> bool:
+            return False
+
+        def slept(self, rows: int) -> bool:
+            told.append(rows)
+            return True
+
+    told: list[int] = []
+    simulation = Simulation(ROOMY)
+    simulation.scheduler.drafter = rests = Rests(lambda *_: [], VOCAB, 1.0)
+    rests.timed = None                                   # type: ignore[assignment, method-assign]
+    for name in "ab":
+        simulation.ask(name, [1, 2, 3, ord(name)], 9, ignore_eos=True)
+    plans = [simulation.step() for _ in range(5)]
+    assert plans[3].rows is plans[4].rows and set(told) == {2}
+    assert simulation.scheduler._steady is not None and simulation.scheduler._steady.most_drafts is None
+    simulation.drain()
+
+
 def test_drafts_preempt_no_sequence() -> None:
     """Two rows fill the pool: drafts shrink to the blocks that are there."""
     simulation = with_drafts(Setup(num_blocks=13, max_model_len=48, max_step_tokens=40), 6, alpha=0.0)

@@ -2,17 +2,24 @@
 
     python benchmarks/studies/speculation/host_of_text.py --requests 32 --cases "edit, prediction" "JSON schema"
     python benchmarks/studies/speculation/host_of_text.py --other ../before --other-commit 65d17a21 --out host-of-text.json
+    python benchmarks/studies/speculation/host_of_text.py --off --cases "JSON schema" --pairs 10 --out host-of-text-off.json
 
 Front end, scheduler, proposers, controller, grammars, packing and the taking in of results are the real ones. Only the forward
 pass is a stand-in that knows the answers: an edit is the code with the other name, JSON is made up to fit the schema. As beside a
-GPU, one step is in flight while the next is planned, and only the "device" knows how many drafts were accepted. To the controller
-a step takes FIXED + EACH * tokens seconds: assumed, not measured, and so long that the host's own time does not count.
+GPU, one step is in flight while the next is planned, and only the "device" knows how many drafts were accepted. A step takes the
+device `--step-ms` and `--token-ms` for each of its tokens: assumed, not measured, and by default so long that the host's own time
+does not count.
 
 Parts are those of block_parts.py, in processor time of the engine's thread: masks that other threads fill are not in it.
 `device` is what a GPU would do: the stand-in, and sampling, launches included, which a CPU computes here. `host` is all the
 rest, but for `begin`: the tokenising of prompts. `sampled`: with sampling. With `--other`, another checkout of this repository
 does the same in turn, block by block: on a machine with other work only such pairs can be compared. `ratio`: the median of the
 ratios of neighbours, in host time a token; the blocks in the record are those of that pair.
+
+With `--off` the other block of a pair asks the same without drafts, in the same process, beside a device as fast as that of a
+small model. Time is played: the processor time of the engine's thread, what the device's work costs here left out, and what it
+waits for the device. So other work on the machine does not count, and the controller sees a host that is the limit. `time`:
+played time a token, on against off; `first_token`: the same to the first tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +32,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +50,10 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.draft_options import draft_options
 from ridgeline.engine.client.processor import Processor
+from ridgeline.engine.core import core as engine_core
+from ridgeline.engine.core import grammars
 from ridgeline.engine.core.core import EngineCore, make_grammars
+from ridgeline.grammar import masks
 from ridgeline.layers.batch import Batch
 from ridgeline.messages import StepPlan, StepResult
 from ridgeline.process import embedded
@@ -57,9 +68,12 @@ from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, Shape
 HERE = Path(__file__).resolve().parents[3]
 CASES = ("edit, prediction", "edit, suffix", "JSON schema", "copied code", "free text")
 CONTEXT = 2048
-FIXED, EACH = 0.13, 0.0003           # seconds of a step, and of each of its tokens: assumed
+SLOW = 130.0, 0.3                    # milliseconds of a step, and of each of its tokens: assumed …
+FAST = 1.0, 0.004                    # … and those of a small model, with --off
 SAID = ("lamp", "round table", "radio", "shirt of linen", "green chair", "shelf")
+THREADS = 12                         # that fill masks: as many as beside a GPU, where the engine's own does not
 NOT_HOST = ("forward", "wait", "sample")
+PASSED = ("requests", "rounds", "step_ms", "token_ms")      # options of the processes that work
 
 
 def answer_to(ask: real_text.Ask, earlier: bool) -> str:
@@ -91,6 +105,39 @@ def made_up(schema: dict[str, Any], rng: random.Random) -> Any:
     if kind == "integer":
         return rng.randrange(schema.get("minimum", 0), min(1000, schema.get("maximum", 1000)))
     return rng.random() < 0.5 if kind == "boolean" else rng.randrange(1, 999) / 10 if kind == "number" else rng.choice(SAID)
+
+
+class PlayedTime:
+    """The processor time of this thread, and what it waits for the device. In play, work of the device costs nothing here."""
+
+    def __init__(self, step_ms: float, token_ms: float) -> None:
+        self._fixed, self._each = step_ms / 1e3, token_ms / 1e3
+        self._shift = 0.0                                # played time less processor time
+        self._free = 0.0                                 # when the device has done all that was launched
+
+    def monotonic(self) -> float:
+        return time.thread_time() + self._shift
+
+    def seconds(self, tokens: int) -> float:
+        return self._fixed + self._each * tokens
+
+    def launch(self, tokens: int) -> float:
+        """When a step that is launched now has run."""
+        self._free = max(self._free, self.monotonic()) + self.seconds(tokens)
+        return self._free
+
+    def wait(self, until: float) -> None:
+        self._shift += max(0.0, until - self.monotonic())
+
+    def of_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*given, **named)
+            finally:
+                self._shift -= time.thread_time() - began
+
+        return call
 
 
 class Knows:
@@ -132,20 +179,22 @@ class Knows:
 class Stand:
     """An executor: a real runner around that forward pass."""
 
-    def __init__(self, config: ResolvedConfig, answers: dict[bytes, torch.Tensor]) -> None:
-        self._answers, self._vocab = answers, config.model.vocab_size
+    def __init__(self, config: ResolvedConfig, answers: dict[bytes, torch.Tensor], played: PlayedTime) -> None:
+        self._answers, self._vocab, self._played = answers, config.model.vocab_size, played
         self._plans: deque[StepPlan] = deque()
+        self._ends: deque[float] = deque()               # of the steps that were sampled, in played time
         self._rows = rows = DeviceRows(
             config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.depth,
             torch.device("cpu"), config.model.num_heads, drafts=True,
         )
         self._forward = Knows(rows, config.max_num_batched_tokens, self._vocab)
+        self._forward.run = played.of_device(self._forward.run)              # type: ignore[method-assign]
         sampler = Sampler(config.max_num_seqs, self._vocab, set(), torch.device("cpu"), torch.float32, MOST_VERIFIED)
         model: Any = SimpleNamespace(expert_reads=None, stage=SimpleNamespace(last=True, count=1), weight_reads=None)
         nothing: Any = SimpleNamespace(run=lambda ops: None)
         self.runner = Runner(model, self._forward, rows, sampler, nothing, Communicator())       # type: ignore[arg-type]
         self.runner.knows_at_once = False
-        self.sample = self.runner.sample
+        self._sample = played.of_device(self.runner.sample)
 
     def submit(self, plan: StepPlan) -> None:
         for added in plan.added:
@@ -154,9 +203,15 @@ class Stand:
         self._plans.append(plan)
         self.runner.submit(plan)
 
+    def sample(self, masks: np.ndarray | None = None) -> None:
+        """The device begins here, and not with the forward pass: so it waits for masks, but not half a step at a time."""
+        self._sample(masks)
+        self._ends.append(self._played.launch(self._plans[-1].total_tokens))
+
     def collect(self) -> StepResult:
         result, plan = self.runner.collect(), self._plans.popleft()
-        result.device_seconds, result.typical = FIXED + EACH * plan.total_tokens, True
+        self._played.wait(self._ends.popleft())
+        result.device_seconds, result.typical = self._played.seconds(plan.total_tokens), True
         return result
 
     def prepare(self) -> bool:
@@ -172,7 +227,7 @@ class Stand:
 class Study(real_text.Study):
     """An engine with the stand-in, whose drafter is another one for each case."""
 
-    def __init__(self, requests: int) -> None:
+    def __init__(self, requests: int, played: PlayedTime) -> None:
         asked = {"method": ["grammar", "prediction", "ngram", "suffix"]}
         options = EngineConfig.of(
             model=str(embedded.require()), max_model_len=CONTEXT, max_num_seqs=max(32, requests), step_time_ms=0.0,
@@ -183,10 +238,15 @@ class Study(real_text.Study):
         llm._processor = Processor.load(options.model, config.model_path, options.execution.speculative_config)
         self._known: dict[bytes, torch.Tensor] = {}         # by prompt, which it begins with
         # Masks stay here: there is no pinned memory without a GPU.
-        llm.core = EngineCore(config, Stand(config, self._known), make_grammars(replace(config, device="cpu")))
+        llm.core = EngineCore(config, Stand(config, self._known, played), make_grammars(replace(config, device="cpu")))
         self._adaptive = True
         self._whole: Any = llm.core.scheduler.drafter
         self._asked, self._end = draft_options(json.dumps(asked)), config.model.eos_token_ids[0]
+        self._step, self._firsts, self._began = llm.core.step, {}, 0.0
+        llm.core.step = self._timed_step                 # type: ignore[method-assign]
+        masks.num_threads = grammars.num_threads = lambda: THREADS
+        engine_core.time = played                        # type: ignore[attr-defined]
+        real_text.CLOCK = played.monotonic
 
     def teach(self, asks: list[real_text.Ask], earlier: bool) -> None:
         """The stand-in will know these answers."""
@@ -201,11 +261,13 @@ class Study(real_text.Study):
             self._known[np.array(prompt, np.int32).tobytes()] = text
 
 
-def blocks(case_name: str, requests: int, rounds: int) -> Any:
-    """Figures of one block after the other."""
-    study = Study(requests)
-    case = next(each for each in real_text.cases(160, False) if each.name == case_name)
-    drafter, suffix = study._drafter(case.proposers)
+def blocks(case_name: str, args: argparse.Namespace) -> Any:
+    """Figures of one block after the other; with `--off`, of each twice: with drafts, and without."""
+    requests, rounds = args.requests, args.rounds
+    study = Study(requests, PlayedTime(args.step_ms, args.token_ms))
+    listed = {each.name: each for each in real_text.cases(160, False)}
+    case = listed[case_name]
+    drafter, suffix = study._drafter(listed["free text"].proposers if args.auto else case.proposers)
     core, number = study.llm.core, 0
     while True:
         asks = [case.ask(number * requests * rounds + place) for place in range(requests * rounds)]
@@ -215,11 +277,14 @@ def blocks(case_name: str, requests: int, rounds: int) -> Any:
             study.teach(asks, True)
             study._answers(asks, earlier=True)
             suffix.learning, drafter.active = False, True
-        study.llm.reset_prefix_cache()
         study.teach(asks, False)
-        with block_parts.watched(core, time.thread_time) as steps:
-            study._answers(asks)
-        yield figures(steps)
+        kinds = {True: "this", False: "off"} if args.off else {True: "this"}
+        found = {}
+        for on in sorted(kinds, reverse=bool(number % 2)):
+            with block_parts.watched(core, time.thread_time) as steps:
+                block = study._block(asks, drafter, on)
+            found[kinds[on]] = figures(steps) | {"played_us_a_token": 1e6 * block.each, "first_ms": 1e3 * block.first}
+        yield found
         number += 1
 
 
@@ -234,15 +299,16 @@ def figures(steps: list[block_parts.Step]) -> dict[str, Any]:
                     "all_parts_ms": {part: spent for part, spent in parts.items() if spent}}
 
 
-def work(case: str, requests: int, rounds: int) -> None:
+def work(case: str, args: argparse.Namespace) -> None:
     """A block for each line that comes, and prints its figures."""
-    made = blocks(case, requests, rounds)
+    made = blocks(case, args)
     for _ in sys.stdin:
         print(json.dumps(next(made)), flush=True)
 
 
 def start(code: Path, case: str, args: argparse.Namespace) -> subprocess.Popen[str]:
-    words = ["--work", case, "--requests", str(args.requests), "--rounds", str(args.rounds)]
+    words = ["--work", case, *(f"--{name.replace('_', '-')}={getattr(args, name)}" for name in PASSED)]
+    words += [f"--{name}" for name in ("off", "auto") if getattr(args, name)]
     environment = {**os.environ, "PYTHONPATH": str(code)}
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).resolve()), *words], cwd=code, env=environment, stdin=subprocess.PIPE,
@@ -260,24 +326,27 @@ def ask(process: subprocess.Popen[str]) -> dict[str, Any]:
 def compare(case: str, args: argparse.Namespace) -> dict[str, Any]:
     codes = {"this": HERE} | ({"other": args.other.resolve()} if args.other else {})
     running = {name: start(code, case, args) for name, code in codes.items()}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in running}
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for number in range(-1, args.pairs):                 # the first warms up
         for name in sorted(running, reverse=bool(number % 2)):
-            block = ask(running[name])
-            if number >= 0:
-                found[name].append(block)
+            for kind, block in ask(running[name]).items():
+                if number >= 0:
+                    found[kind if name == "this" else name].append(block)
     for process in running.values():
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
-    if not args.other:
+    against = next((name for name in found if name != "this"), None)
+    if against is None:
         return {"this": sorted(found["this"], key=lambda block: block["host_us_a_token"])[args.pairs // 2]}
     # Blocks are of different requests: only the two of a pair did the same.
-    pairs = sorted(zip(found["this"], found["other"], strict=True), key=lambda pair: ratio(*pair, "host_us_a_token"))
+    pairs = sorted(zip(found["this"], found[against], strict=True), key=lambda pair: ratio(*pair, "host_us_a_token"))
     this, other = pairs[len(pairs) // 2]
-    return {"this": this, "other": other, "ratios": [ratio(*pair, "host_us_a_token") for pair in pairs]} | {
-        name: statistics.median(ratio(*pair, figure) for pair in pairs)
-        for name, figure in (("ratio", "host_us_a_token"), ("ratio_with_sampling", "sampled_us_a_token"))
+    figures = {"ratio": "host_us_a_token", "ratio_with_sampling": "sampled_us_a_token"}
+    if args.off:
+        figures |= {"time": "played_us_a_token", "first_token": "first_ms"}
+    return {"this": this, against: other, "ratios": [ratio(*pair, "host_us_a_token") for pair in pairs]} | {
+        name: statistics.median(ratio(*pair, figure) for pair in pairs) for name, figure in figures.items()
     }
 
 
@@ -288,30 +357,36 @@ def ratio(this: dict[str, Any], other: dict[str, Any], figure: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES[:3]), choices=CASES)
+    parser.add_argument("--auto", action="store_true", help="every case has all proposers")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--other", type=Path, help="another checkout, with its native library")
+    parser.add_argument("--step-ms", type=float, help=f"of the device; default: {SLOW[0]}, with --off {FAST[0]}")
+    parser.add_argument("--token-ms", type=float, help=f"and of each token; default: {SLOW[1]}, with --off {FAST[1]}")
+    beside = parser.add_mutually_exclusive_group()
+    beside.add_argument("--off", action="store_true", help="against the same without drafts")
+    beside.add_argument("--other", type=Path, help="another checkout, with its native library")
     parser.add_argument("--other-commit", default="")
     parser.add_argument("--out", help="the record")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    for name, assumed in zip(("step_ms", "token_ms"), FAST if args.off else SLOW, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, assumed)
     if args.work:
-        work(args.work, args.requests, args.rounds)
+        work(args.work, args)
         return
     found = {}
     for case in args.cases:
         found[case] = compare(case, args)
-        for name in ("other", "this"):
+        for name in ("off", "other", "this"):
             if name in found[case]:
                 block = found[case][name]
                 print(block_parts.page(f"{case}, {name}: {block['host_us_a_token']:.1f} us a token", block), flush=True)
-        if args.other:
-            print(f"{case}: {found[case]['ratio']:.2f} of the other", flush=True)
+        print(case, {name: round(value, 3) for name, value in found[case].items() if isinstance(value, float)}, flush=True)
     if args.out:
-        workload = {"cases": args.cases, "requests": args.requests, "rounds": args.rounds, "pairs": args.pairs,
-                    "other_commit": args.other_commit}
-        write(record("host-of-text", workload, found), Path(args.out))
+        asked = ("cases", "auto", *PASSED, "pairs", "off", "other_commit")
+        write(record("host-of-text", {name: getattr(args, name) for name in asked}, found), Path(args.out))
 
 
 if __name__ == "__main__":

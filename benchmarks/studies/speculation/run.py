@@ -114,7 +114,7 @@ class Tape(RowByRow):
 class Fixed:
     """A drafter: as many drafts for every row."""
 
-    active, waits = True, False
+    active, waits, will_look = True, False, True
 
     def __init__(self, tape: Tape, width: int) -> None:
         self._tape, self._width = tape, width
@@ -136,6 +136,9 @@ class Fixed:
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         self.proposed += int(width.sum())
         self.accepted += int(accepted.sum())
+
+    def slept(self, rows: int) -> bool:
+        return True
 
     def timed(self, *step: float) -> None:
         """It learns nothing."""

@@ -29,7 +29,7 @@ from ridgeline.messages import Request
 from ridgeline.ops.cpu import native
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows
-from ridgeline.scheduler.drafts import controller
+from ridgeline.scheduler.drafts import looking
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.ngram import Ngram
 from ridgeline.scheduler.drafts.ngram_table import NgramTable
@@ -43,7 +43,7 @@ from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_querie
 LENGTH, CONTEXT, ALPHA = 600, 640, 0.95
 GRAPHS = GraphShapes(256, 8192, MOST_VERIFIED)
 Seconds = Callable[[int, int], float]                    # of a step, by rows and drafts
-NOW, BEFORE = controller._MOST_SKIPPED, 8
+NOW, BEFORE = looking._MOST_SKIPPED, 8
 
 
 def sequence(number: int, tokens: list[int]) -> Sequence:
@@ -146,7 +146,7 @@ def noticed(case: str, watch: bool, seed: int) -> tuple[int, int]:
     rng, proposer = random.Random(seed), Copies(speaks)
     graphs = None if seconds is on_a_cpu else GRAPHS
     chosen = Controller([proposer], ShapeTimes(lambda tokens, keys: 3e-3 + 2e-8 * keys, graphs), MOST_DRAFTS)
-    controller._MOST_SKIPPED = NOW if watch else BEFORE
+    looking._MOST_SKIPPED = NOW if watch else BEFORE
     if not watch:
         chosen._search.watch = Blind()
     sequences, begin = [sequence(number, [1, 2, 3]) for number in range(rows)], 300 + 7 * seed

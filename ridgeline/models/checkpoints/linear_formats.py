@@ -22,7 +22,8 @@ from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 HEAD = "head"
 EMBEDDING = "embed"
-EXPERTS = ".mlp.experts."            # in the path of what all experts of a layer have
+EXPERTS = ".mlp.experts."            # in the path of what all experts of a layer have …
+EXPERT_MATRICES = ("gate_up", "down")    # … which are these
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ class LinearFormats:
     def _expert_format(self, path: str) -> Chosen:
         """A layer's experts are kept as codes where the kernels of ops/experts know their format, one for all matrices."""
         inside = "".join(path.partition(EXPERTS)[:2])
-        shapes = [self._experts[inside + name] for name in ("gate_up", "down")]
+        shapes = [self._experts[inside + name] for name in EXPERT_MATRICES]
         both = [self._format(shape) for shape in shapes]
         formats = [None if chosen.format is None else replace(chosen.format, activation=None) for chosen in both]
         format = formats[0]
@@ -195,8 +196,10 @@ class LinearFormats:
         return tuple(sorted({format.name for format in found}))
 
     def _choose(self, path: str) -> Chosen:
-        if path in self._experts:
-            return self._expert_format(path)
+        if path in self._experts:                        # both matrices of a layer have it
+            inside, chosen = "".join(path.partition(EXPERTS)[:2]), self._expert_format(path)
+            self._chosen |= {inside + name: chosen for name in EXPERT_MATRICES}
+            return chosen
         if path not in self._shapes:                     # a tied head is the embedding
             return Chosen(None)
         return self._format(self._shapes[path])
@@ -222,6 +225,8 @@ class LinearFormats:
         """Those that the checkpoint's files hold: a list of modules to skip may match a name that only other checkpoints have.
         All, where there are no files, or where one tensor holds all experts."""
         held = self.config.quantisation.held if self.config.quantisation is not None else frozenset()
+        if not held:
+            return names
         return [name for name in names if not held.isdisjoint(_spellings(self.config, [name]))] or names
 
     def kinds(self, shape: LinearShape) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class QuantisedMemory:
     room: int = 0                    # … of packed ones, which have a place of their own (ops/packed/expand_room.py)
 
 
+@functools.lru_cache(64)                 # `plan` asks again for every batch, format and goal
 def quantised_memory(
     model: ModelConfig, quantization: str, device: str, ranks: int, facts: DeviceFacts = H200, dtype: str = "bfloat16"
 ) -> QuantisedMemory:

@@ -27,12 +27,11 @@ from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources
 from ridgeline.scheduler.drafts.forced import Forced
+from ridgeline.scheduler.drafts.looking import OFF_RUN, Search
 from ridgeline.scheduler.drafts.offer import Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
-from ridgeline.scheduler.drafts.watch import Watch
 from ridgeline.scheduler.drafts.weighing import Offers, Weighing, best_of_each_row, by_chance, cut, joined
-from ridgeline.scheduler.drafts.worth import Worth
 from ridgeline.scheduler.sequence import Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
@@ -42,14 +41,11 @@ _PROBE_COST = 1.25                   # … if it takes no longer than that, rela
 _LEAST_CHANCE = 0.02                 # a draft below it is not verified, even where padding makes it free
 _GAIN = 1.02                         # drafts must promise this much more than none, …
 _RETRY = 0.006                       # … but less with each step since there were some: what they took then may not hold any more
-_OFF_SOON = 16                       # steps with drafts, at least, before some without are taken, to measure these again: …
-_OFF_RUN = 3                         # … that many, of which the last shows what steps without drafts take, …
+_OFF_SOON = 16                       # steps with drafts, at least, before some without are taken, to measure these again, …
 _OFF_COST = 0.003                    # … as soon as they cost no more of the time than that, but …
 _OFF_LATEST = 500                    # … no later than this
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
-_PATIENCE = 8                        # steps in vain, and again as many, and again …
-_MOST_SKIPPED = 4                    # … before it is asked in each second step only, each third, and so on up to this
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 _NEVER = (0, 0, False, 0, False)     # it was not asked: size, keys, waited, step, pays
 
@@ -61,34 +57,6 @@ class DraftCounters:
     accepted_tokens: int = 0
     accepted_per_position: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, np.int64))
     probes: int = 0                  # steps that had drafts only to learn
-
-
-@dataclass(slots=True)
-class _Search:
-    """When drafts were looked for, and found."""
-
-    last_drafted: int = 0            # the step in which there were some …
-    in_vain: int = 0                 # … and how often they were looked for since
-    skipped: int = 0                 # steps in which they were not looked for, since they were
-    last_off: int = 0                # the step that was to measure those without drafts, and …
-    off_run: int = _OFF_RUN          # … how many these are, …
-    off_left: int = 0                # … and are to come
-    quiet: int = 0                   # plans since drafts were looked for
-    probing: bool = False            # does the newest step with drafts have them only to learn?
-    again: bool = False              # is the next one to be such a step, too?
-    watch: Watch = field(default_factory=Watch)
-    worth: Worth = field(default_factory=Worth)
-
-    @property
-    def will_look(self) -> bool:
-        """What due() will say next."""
-        return not self.worth.rests and self.skipped + 1 >= min(_MOST_SKIPPED, 1 + self.in_vain // _PATIENCE)
-
-    def due(self) -> bool:
-        looks = self.will_look
-        if not self.worth.rests:
-            self.skipped = 0 if looks else self.skipped + 1
-        return looks
 
 
 class Controller:
@@ -113,7 +81,7 @@ class Controller:
         self._honesty = Honesty()
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
-        self._search = _Search(off_run=_OFF_RUN + stages - 1)            # results come that much later
+        self._search = Search(off_run=OFF_RUN + stages - 1)              # results come that much later
         self._looked = _NEVER                            # what _could_pay() said last: of which rows, and in which step
 
     @property
@@ -132,8 +100,12 @@ class Controller:
     @property
     def waits(self) -> bool:
         """Not where drafts are not looked for, and not in steps that are to show what steps without drafts take."""
-        looks = not self._adaptive or (self._search.will_look and not self._search.off_left)
+        looks = self.will_look and (not self._adaptive or not self._search.off_left)
         return self.active and looks and any(proposer.name == Forced.name for proposer in self.proposers)
+
+    @property
+    def will_look(self) -> bool:
+        return not self._adaptive or self._search.will_look
 
     def awake(self) -> bool:
         """Looking for drafts takes the host's time. Where there were none for long, it does not look in every step."""
@@ -463,13 +435,19 @@ class Controller:
             before = self._predicted.get(sequences[place], (0, 0))
             self._predicted[sequences[place]] = before[0] + int(accepted[place]), before[1] + int(rejected[place])
 
+    def slept(self, rows: int) -> bool:
+        return self._adaptive and self._search.sleeps(rows)
+
     def timed(
         self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int, waited: bool = False
     ) -> None:
         """The time between two results has the host's work for the next step in it, and so the search for drafts. A step without
         drafts tells what such steps take only if they were not looked for around it."""
         off, pace = self.pace.ahead, self.pace
-        looked, measured = queries > 1 or self._search.quiet < _OFF_RUN, off.measured(rows, keys)
+        if self._search.slept:
+            pace.passed(self._search.slept)
+            self._search.slept = 0
+        looked, measured = queries > 1 or self._search.quiet < OFF_RUN, off.measured(rows, keys)
         if looked and measured and seconds > 0:
             self._search.worth.count(rows, seconds, off.seconds(rows, keys), (tokens - rejected) / rows)
         self._search.worth.passed(rows)

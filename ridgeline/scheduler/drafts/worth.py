@@ -17,6 +17,7 @@ _SHARE = 0.01                        # of the time: what looking for drafts may 
 _LIMIT = 2.0                         # steps that may be lost at once, …
 _AGAIN = 1.0                         # … and how many must be paid off before drafts are looked for again
 _CREDIT = 2.0                        # steps gained that count against later losses
+_SOON = 8                            # steps before a rest ends: from then on what steps take is measured again
 _OUTLIER = 2.0                       # a step loses no more: most that take longer would have taken as long without drafts
 
 
@@ -44,6 +45,15 @@ class Worth:
     def rests(self) -> bool:
         """Are no drafts to be looked for in the next step?"""
         return self._now.rests
+
+    def slept(self, rows: int) -> bool:
+        """A step has come back. True: as the one before, it is in the middle of a rest. It is counted, and its time does not
+        matter."""
+        account = self._accounts.get(rows.bit_length())
+        if account is not self._now or not account.rests or account.debt <= _LIMIT - _AGAIN + _SOON * _SHARE:
+            return False
+        account.debt -= _SHARE
+        return True
 
     def passed(self, rows: int) -> None:
         """A step has come back. The next one is believed to have as many rows."""

@@ -15,7 +15,7 @@ from ridgeline.scheduler.sequence import Sequence
 
 
 class DialDrafter:
-    active, waits = True, False
+    active, waits, will_look = True, False, True
 
     def __init__(
         self, answer: Callable[[Sequence, int], list[int]], vocab: int, alpha: float, widest: int = 5, seed: int = 0,
@@ -56,6 +56,9 @@ class DialDrafter:
         assert len(sequences) == len(width) == len(accepted) and (accepted <= width).all()
         self.proposed += int(width.sum())
         self.accepted += int(accepted.sum())
+
+    def slept(self, rows: int) -> bool:
+        return False
 
     def timed(
         self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int, waited: bool = False

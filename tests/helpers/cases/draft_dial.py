@@ -83,7 +83,8 @@ class Dial:
             accepted = np.array([self._accepted(own, alpha) for own, alpha in zip(width.tolist(), alphas, strict=True)])
             total, queries = count + int(width.sum()), 1 + int(width.max())
             seconds = self.seconds(count, total, queries, self.context) + self.search * (self.proposer.asked > asked)
-            self.controller.timed(count, total, queries, keys, seconds, int((width - accepted).sum()))
+            if not self.controller.slept(count):
+                self.controller.timed(count, total, queries, keys, seconds, int((width - accepted).sum()))
             had = np.nonzero(width)[0]
             if len(had):
                 self.controller.observe([self.sequences[place] for place in had.tolist()], width[had], accepted[had], seconds)

@@ -53,16 +53,32 @@ class FakeReplica:
         self.metrics = ""                                        # its page /metrics
         self.seen: list[Seen] = []
         self.url = ""
+        self._writers = set[asyncio.StreamWriter]()
 
     async def __aenter__(self) -> FakeReplica:
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        await self.listen(0)
         return self
+
+    async def listen(self, port: int) -> None:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """As a killed process: nothing listens, and all connections break."""
+        self._server.close()
+        for each in list(self._writers):
+            each.transport.abort()
+        while self._writers:
+            await asyncio.sleep(0)
+
+    async def start_again(self) -> None:
+        await self.listen(int(self.url.rpartition(":")[2]))
 
     async def __aexit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 first, *lines = head.decode().split("\r\n")
@@ -83,6 +99,8 @@ class FakeReplica:
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        finally:
+            self._writers.discard(writer)
         writer.transport.abort()
 
     async def _answer(self, said: Behaviour, seen: Seen, writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> bool:

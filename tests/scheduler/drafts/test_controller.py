@@ -462,6 +462,34 @@ def test_a_search_that_loses_rests_so_long_that_little_is_lost() -> None:
     assert lost[200] < 5 and lost[1000] < 0.015 * 1000 and lost[6000] - lost[1000] < 0.011 * 5000
 
 
+def test_what_a_step_without_drafts_took_needs_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = ShapeTimes(bold, GRAPHS)
+    for seconds in (3e-3, 4e-3, 5e-3):
+        times.observe(8, 8, 1, CONTEXT, seconds)
+    from_table = float(times.table(1, CONTEXT).seconds[GRAPHS.decodes.index(8)])
+    monkeypatch.setattr(times, "table", None)
+    assert times.seconds(8, CONTEXT) == times.seconds(7, CONTEXT) == from_table == 4e-3
+
+
+def test_times_are_not_asked_for_in_the_middle_of_a_rest() -> None:
+    """What steps take is known again when it ends, and it lasts as long as if all were asked for."""
+    listed: list[list[bool]] = []
+    for asks in (True, False):
+        worth, slept, rests = Worth(), [], []
+        for _ in range(400):
+            slept.append(not asks and worth.slept(8))
+            if not slept[-1]:
+                worth.passed(8)
+            rests.append(worth.rests)
+            if not worth.rests:
+                worth.count(8, 1.4, 1.0, 1.0)
+        listed.append(rests)
+    assert listed[0] == listed[1] and not worth.slept(1)
+    ends = [place for place in range(8, 400) if rests[place - 1] and not rests[place]]
+    assert ends and not any(any(slept[end - 7 : end + 1]) for end in ends)
+    assert sum(slept) > 200
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_without_overlap_forced_tokens_are_weighed_as_all_others(right: bool) -> None:
     """On a CPU every step is planned once all tokens have arrived: none has waited for a grammar. Each token takes as long."""
