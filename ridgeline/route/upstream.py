@@ -45,6 +45,7 @@ class Answer(asyncio.Protocol):
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
+        self.is_stale = False                            # it ended without a byte, as one that was idle for too long may
         self.reusable = True
         self._is_second = False                          # what is parsed now is not the answer any more
         self.unheard = 0                                 # checks in a row that the replica did not answer, without a byte here
@@ -189,6 +190,7 @@ class Answer(asyncio.Protocol):
         if self._parsed_head and not self.complete and not self.is_framed and error is None and not self._error:
             self.complete = True                         # a body that ends with its connection
         if not self.complete and not self._error:
+            self.is_stale = not self.status and not self._unparsed
             self._error = f"its connection ended{f': {error}' if error else ''}"
         self._news.set()
         self._writable.set()
@@ -323,7 +325,7 @@ class Upstream:
                 try:
                     return await self._exchange(connection, head, body)
                 except ReplicaFailure:
-                    if connection.status:
+                    if not connection.is_stale:
                         raise
                     # A replica may close an idle connection just as it is used again: that is no failure.
         return await self._exchange(await self._connection(), head, body)

@@ -167,6 +167,27 @@ def test_a_stream_goes_on_when_its_replica_has_become_silent(answers_once: bool)
     routed(test, FakeReplica(), FakeReplica())
 
 
+def test_a_request_that_is_given_up_does_not_go_to_the_same_replica_again() -> None:
+    """On a connection that had been idle it looked as if only the connection had ended."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        await router.ask(ASKED)
+        await router.ask(ASKED)                              # each has an idle connection now
+        number = first_of(router)
+        mute = asyncio.Event()
+        replicas[number].behaviours = [Behaviour(mute=mute)]
+        call = router.start(ASKED)
+        while len(replicas[number].seen) < 2:
+            await asyncio.sleep(0)
+        silent = router.fleet.replicas[number]
+        for _ in range(3):
+            await silent.check(0.0)
+        silent.give_up_silent()
+        await asyncio.wait_for(call.task, 60)
+        assert call.status == 200 and [len(each.seen) for each in replicas] == [2, 2]
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
 @pytest.mark.parametrize("other_is_up", [False, True])
 def test_requests_of_a_silent_replica_wait_where_no_other_is_up(other_is_up: bool) -> None:
     class Enough(Exception):

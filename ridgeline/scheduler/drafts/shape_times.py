@@ -83,7 +83,7 @@ class ShapeTimes:
         self._drafted = graphs.draft_tokens if graphs is not None else every
         self._measured: dict[int, _Measured] = {}        # by keys (bits of their number)
         self._steps = 0                                  # that have passed
-        self._models: dict[tuple[int, bool], np.ndarray] = {}        # what the model says, by keys and whether there are drafts
+        self._models: dict[tuple[int, bool], list[float]] = {}       # what the model says, by keys and whether there are drafts
         self._bounds: dict[tuple[int, int], list[int]] = {}          # what bounds() said, by rows and most
         self._queries: dict[tuple[int, int], int] = {}   # what bound() said, by rows and queries
         self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
@@ -191,27 +191,34 @@ class ShapeTimes:
 
     def _estimated(self, bound: int, keys: int) -> Table:
         """Medians; where there is none, the model times what neighbours took relative to it. A graph with a smaller bound is
-        no slower, and one with a larger bound no faster."""
-        bits, sizes = keys.bit_length(), np.array(self._sizes(bound))
+        no slower, and one with a larger bound no faster.
+
+        There are a dozen sizes or some: for so few, numpy takes ten times as long as lists, and this runs in most steps in which
+        drafts are looked for.
+        """
+        bits, sizes = keys.bit_length(), self._sizes(bound)
         measured = self._measured.get(bits)
-        model, scale, unsure = self._modelled(bound, bits), 1.0, not measured
+        model, scale, unsure = self._modelled(bound, bits), None, not measured
         if not measured:
             near = min(self._measured, key=lambda each: abs(each - bits), default=None)
             if near is None:
-                return Table(sizes, model, np.zeros(len(sizes), bool))
+                return Table(np.array(sizes), np.array(model), np.zeros(len(sizes), bool))
             measured = self._measured[near]
-            scale = model / self._modelled(bound, near)          # other keys: what the model says they change
+            scale = [here / there for here, there in zip(model, self._modelled(bound, near), strict=True)]   # what keys change
         measured = self._fresh(measured)
         points = {size: each.median for own in sorted(measured) if own <= bound for size, each in measured[own].items()}
         slower: dict[int, float] = {}
         for own in sorted(measured, reverse=True):
             slower.update({size: _DIP * each.median for size, each in measured[own].items() if own > bound})
-        seconds = self._between(points or slower, sizes, model, bits)
         mine = measured.get(bound, {})
-        for size in slower.keys() - mine.keys():
-            seconds[sizes == size] = np.minimum(seconds[sizes == size], slower[size])
-        sure = _among(sizes, np.array(sorted(size for size, each in mine.items() if len(each.seconds) >= _SURE and not unsure)))
-        return Table(sizes, seconds * scale, sure)
+        seconds = [
+            min(found, slower[size]) if size in slower and size not in mine else found
+            for size, found in zip(sizes, self._between(points or slower, sizes, model, bits), strict=True)
+        ]
+        if scale is not None:
+            seconds = [found * each for found, each in zip(seconds, scale, strict=True)]
+        sure = [not unsure and size in mine and len(mine[size].seconds) >= _SURE for size in sizes]
+        return Table(np.array(sizes), np.array(seconds), np.array(sure))
 
     @property
     def changes(self) -> bool:
@@ -231,22 +238,31 @@ class ShapeTimes:
         }
         return found if any(found.values()) else measured
 
-    def _between(self, points: dict[int, float], sizes: np.ndarray, model: np.ndarray, bits: int) -> np.ndarray:
+    def _between(self, points: dict[int, float], sizes: list[int], model: list[float], bits: int) -> list[float]:
         """By the sizes that were measured."""
-        known = np.array(sorted(points))
-        times = np.array([points[size] for size in known.tolist()])
-        least, most = (self._model(int(known[end]), _typical(bits)) for end in (0, -1))
-        found = np.interp(sizes, known, times)
-        found[~_among(sizes, known)] *= _DIP
-        below, above = sizes < known[0], sizes > known[-1]
-        found[below] = times[0] / (1 + np.maximum(least / model[below] - 1, _STEEP * (known[0] / sizes[below] - 1)))
-        found[above] = times[-1] * (1 + _HOPE * (model[above] / most - 1))
+        known = sorted(points)
+        first, last = known[0], known[-1]
+        least, most = self._model(first, _typical(bits)), self._model(last, _typical(bits))
+        found = []
+        for size, modelled in zip(sizes, model, strict=True):
+            if size in points:
+                seconds = points[size]
+            elif size < first:
+                seconds = points[first] / (1 + max(least / modelled - 1, _STEEP * (first / size - 1)))
+            elif size > last:
+                seconds = points[last] * (1 + _HOPE * (modelled / most - 1))
+            else:
+                place = bisect.bisect_left(known, size)
+                below, above = known[place - 1], known[place]
+                steep = (points[above] - points[below]) / (above - below)
+                seconds = _DIP * (points[below] + steep * (size - below))
+            found.append(seconds)
         return found
 
-    def _modelled(self, bound: int, bits: int) -> np.ndarray:
+    def _modelled(self, bound: int, bits: int) -> list[float]:
         key, drafted = _typical(bits), bound != PLAIN
         if (bits, drafted) not in self._models:
-            self._models[bits, drafted] = np.array([self._model(size, key) for size in self._sizes(bound)])
+            self._models[bits, drafted] = [self._model(size, key) for size in self._sizes(bound)]
         return self._models[bits, drafted]
 
 
@@ -274,15 +290,6 @@ class Pace:
 
 def _fitting(sizes: list[int], tokens: int) -> int:
     return sizes[min(bisect.bisect_left(sizes, tokens), len(sizes) - 1)]
-
-
-def _among(sizes: np.ndarray, some: np.ndarray) -> np.ndarray:
-    """bool: which of the ascending sizes are among the others; np.isin takes ten times as long."""
-    found = np.zeros(len(sizes), bool)
-    if len(some):
-        places = np.minimum(sizes.searchsorted(some), len(sizes) - 1)
-        found[places[sizes[places] == some]] = True
-    return found
 
 
 def _typical(bits: int) -> int:

@@ -462,6 +462,15 @@ def test_a_search_that_loses_rests_so_long_that_little_is_lost() -> None:
     assert lost[200] < 5 and lost[1000] < 0.015 * 1000 and lost[6000] - lost[1000] < 0.011 * 5000
 
 
+def test_what_a_step_without_drafts_took_needs_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = ShapeTimes(bold, GRAPHS)
+    for seconds in (3e-3, 4e-3, 5e-3):
+        times.observe(8, 8, 1, CONTEXT, seconds)
+    from_table = float(times.table(1, CONTEXT).seconds[GRAPHS.decodes.index(8)])
+    monkeypatch.setattr(times, "table", None)
+    assert times.seconds(8, CONTEXT) == times.seconds(7, CONTEXT) == from_table == 4e-3
+
+
 def test_times_are_not_asked_for_in_the_middle_of_a_rest() -> None:
     """What steps take is known again when it ends, and it lasts as long as if all were asked for."""
     listed: list[list[bool]] = []
