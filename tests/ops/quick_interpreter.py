@@ -5,6 +5,7 @@ is replaced is the same for every function that sees the same modules, so within
 And the table of numpy's types, which Triton makes anew for every tensor, is kept. So are shapes: every result of every
 operation has one, as a tuple of constants, and each of those is an object with a type.
 Sums and products of integers are not computed a second time in 64 bits: Triton looks at that result only in its debug mode.
+Operands of one type and shape need neither cast nor broadcast, and a number beside a tensor becomes the same constant each time.
 """
 
 from __future__ import annotations
@@ -53,6 +54,58 @@ def install() -> None:
     interpreter.GridExecutor.__call__ = launch_with_none_replaced
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     _keep_shapes(tl.core)
+    _keep_operands(type(interpreter.interpreter_semantic), tl)
+    interpreter._patch_attr = _patch_once
+    handle, check_size = interpreter.TensorHandle, interpreter.TensorHandle.__post_init__
+
+    def check_size_of_pointers_too(self: Any) -> None:
+        if type(self.dtype) is not tl.dtype or self.data.itemsize * 8 > self.dtype.primitive_bitwidth:
+            check_size(self)                                         # numpy's smallest type has more bits than int1
+
+    handle.__post_init__ = check_size_of_pointers_too
+
+
+def _patch_once(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A function of triton.language that knows the interpreter. Triton's own looks at every keyword, twice."""
+    from triton.runtime.interpreter import interpreter_semantic as semantic
+
+    function = getattr(member, "__wrapped__", member)                # which the decorator calls if there is a `_semantic`
+
+    def call(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*args, **options)
+
+    scope.set_attr(obj, name, call)
+
+
+def _keep_operands(semantic: Any, tl: Any) -> None:
+    """What `binary_op_type_checking_impl` returns for the same two types is the same."""
+    check_any, tensor, halves = semantic.binary_op_type_checking_impl, tl.tensor, (tl.float16, tl.bfloat16)
+    constants = dict[tuple[Any, ...], Any]()
+
+    def check(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        options = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        if type(lhs) is not tensor:
+            return check_any(self, lhs, rhs, *options)
+        if type(rhs) is tensor:
+            same = lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and type(lhs.dtype) is tl.dtype
+            if same and not (div_or_mod and lhs.dtype in halves):
+                return lhs, rhs
+            return check_any(self, lhs, rhs, *options)
+        if type(rhs) not in (int, float, bool):
+            return check_any(self, lhs, rhs, *options)
+        key = type(rhs), rhs, lhs.dtype.name, id(lhs.shape), *options
+        if key not in constants:
+            left, right = check_any(self, lhs, rhs, *options)
+            if left is not lhs:                                      # it was cast
+                return left, right
+            constants[key] = right
+        return lhs, constants[key]
+
+    semantic.binary_op_type_checking_impl = check
 
 
 def _keep_shapes(core: Any) -> None:
