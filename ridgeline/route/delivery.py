@@ -237,7 +237,8 @@ class Delivery:
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
         if answer.status == 200 and self._request.method == "POST":
-            replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
+            is_usual = ticket.sent > replica.silence.ended
+            replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text), is_usual)
             self._fleet.answered(replica, usage)
 
     async def _stream(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:

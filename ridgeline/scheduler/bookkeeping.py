@@ -66,6 +66,8 @@ class DraftPlan:
     goes_on: bool = False            # the step behind it need not wait for its result: see Sequence.goes_on
     # [R], if all rows decode and were put in another order: where each was before, and all of them as they were.
     order: tuple[np.ndarray, np.ndarray] | None = None
+    # What constrained() said last, and of which answers: their masks are begun with it, and filled.
+    _masked: tuple[list[int], Masked] | None = None
 
     @property
     def on_device(self) -> np.ndarray:
@@ -75,18 +77,22 @@ class DraftPlan:
     def constrained(self, flight: InFlight) -> Masked:
         """Once all steps before it have been taken in. A draft that the grammar refuses will not be accepted, so no position
         behind it counts, nor one behind a token that ends the answer."""
-        found = Masked([], self.num_positions, {})
-        sampled = np.flatnonzero(flight.sampled)
-        first = np.cumsum(1 + self.width[sampled]) - (1 + self.width[sampled])
-        for number, sequence in flight.constrained:
-            if sequence.finished or sequence.matcher is None:
+        lengths = [-1 if each.finished or each.matcher is None else len(each.tokens) for _, each in flight.constrained]
+        if self._masked is not None and self._masked[0] == lengths:
+            return self._masked[1]
+        found, sampled = Masked([], self.num_positions, {}), flight.sampled.nonzero()[0]
+        own = self.width[sampled]
+        first, start, widths = (np.cumsum(1 + own) - (1 + own)).tolist(), self.start[sampled].tolist(), own.tolist()
+        tokens = [] if self.tokens is None else self.tokens[sampled].tolist()
+        for (number, sequence), length in zip(flight.constrained, lengths, strict=True):
+            if length < 0 or sequence.matcher is None:
                 continue
-            place, position = int(sampled[number]), int(first[number])
-            found.matchers.append((position, sequence.matcher))
-            begin, width = len(sequence.tokens) - int(self.start[place]), int(self.width[place])
-            if self.tokens is not None and width:
-                guesses = self.tokens[place, begin : begin + width].tolist()
-                found.guesses[position] = guesses[: _end(guesses, sequence.stop_ids)]
+            found.matchers.append((first[number], sequence.matcher))
+            if tokens and (width := widths[number]):
+                begin = length - start[number]
+                guesses = tokens[number][begin : begin + width]
+                found.guesses[first[number]] = guesses[: _end(guesses, sequence.stop_ids)]
+        self._masked = lengths, found
         return found
 
 

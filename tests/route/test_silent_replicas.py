@@ -16,16 +16,22 @@ from ridgeline.engine.replicas.silence import MORE, SILENT_SECONDS, Patience, Si
 LATE = SILENT_SECONDS + 1
 
 
-async def unanswered(router: Router, replica: FakeReplica, body: dict[str, Any] = CHAT) -> tuple[asyncio.Event, Call]:
-    """A request to this replica, which does not answer it before the event."""
-    mute, number = asyncio.Event(), len(replica.seen)
-    replica.behaviours = [Behaviour(mute=mute), Behaviour()]
+async def asked(router: Router, replica: FakeReplica, said: Behaviour, body: dict[str, Any] = CHAT) -> Call:
+    """A request to this replica, which has it."""
+    number = len(replica.seen)
+    replica.behaviours = [said, Behaviour()]
     while first_of(router) != [each.url for each in router.fleet.replicas].index(replica.url):
         router.fleet.choice._turn += 1
     call = router.start(body)
     while len(replica.seen) == number:
         await asyncio.sleep(0)
-    return mute, call
+    return call
+
+
+async def unanswered(router: Router, replica: FakeReplica, body: dict[str, Any] = CHAT) -> tuple[asyncio.Event, Call]:
+    """A request to this replica, which does not answer it before the event."""
+    mute = asyncio.Event()
+    return mute, await asked(router, replica, Behaviour(mute=mute), body)
 
 
 def test_a_silent_replica_is_chosen_last_until_it_answers() -> None:
@@ -119,6 +125,32 @@ def test_a_check_without_an_answer_makes_a_replica_the_last_choice() -> None:
         for _ in range(4):
             await router.ask(CHAT)
         assert len(replicas[0].seen) == 2
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_silence_that_is_over_does_not_make_a_replica_slow() -> None:
+    """By the times of the requests that had waited in it, the replica was taken to be slow, and others got all requests."""
+    async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
+        for _ in range(6):
+            await router.ask(CHAT)
+        hold = asyncio.Event()
+        running = await asked(router, silent, Behaviour(hold=hold))
+        while running.text != "one ":
+            await asyncio.sleep(0)
+        late = await asked(router, silent, Behaviour(mute=hold))
+        router.seconds += LATE
+        hold.set()
+        await asyncio.gather(running.task, late.task)
+        assert running.text == late.text == SAID
+        times = router.fleet.replicas[0].load.times
+        assert times.prefill.weight > 1 and times.prefill.fitted() == times.decode.fitted() == (0.0, 0.0)
+        router.seconds += 1.0
+        usual = await asked(router, silent, Behaviour(mute=(soon := asyncio.Event())))
+        router.seconds += 2.0
+        soon.set()
+        await usual.task
+        assert times.prefill.fitted() > (0.0, 0.0)           # what comes later counts again
 
     routed(test, FakeReplica(), FakeReplica())
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult, TokenDeltas
+from ridgeline.scheduler.bookkeeping import DraftPlan
 from ridgeline.scheduler.draft_slots import waits_for_tokens
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
 from ridgeline.scheduler.sequence import Sequence
@@ -134,6 +135,23 @@ def test_a_block_that_drafts_fill_costs_no_copy_of_the_row(monkeypatch: pytest.M
         sequence.tokens = Watched("i", sequence.tokens)
     simulation.drain()
     assert 0 < Watched.longest <= ROOMY.block_size
+
+
+def test_masks_of_a_step_are_asked_for_anew_only_if_its_answers_have_changed() -> None:
+    def answer(tokens: list[int]) -> Any:
+        return SimpleNamespace(tokens=array("i", tokens), matcher=object(), finished=False, stop_ids=frozenset([9]))
+
+    first, second = answer([1, 2]), answer([3])
+    # The first has one token in flight when the drafts are made. The second may end at its second draft.
+    plan = DraftPlan(np.array([1, 3], np.int32), np.array([[5, 6, -1], [7, 9, 8]], np.int32), np.array([1, 1], np.int32), 6)
+    flight = cast(Any, SimpleNamespace(sampled=np.ones(2, bool), constrained=[(0, first), (1, second)]))
+    found = plan.constrained(flight)
+    assert found.matchers == [(0, first.matcher), (2, second.matcher)] and found.guesses == {0: [6], 2: [7]}
+    assert plan.constrained(flight) is found
+    second.finished = True
+    assert plan.constrained(flight).matchers == found.matchers[:1] and plan.constrained(flight).guesses == {0: [6]}
+    first.tokens.append(6)
+    assert plan.constrained(flight).guesses == {0: []}
 
 
 @pytest.mark.parametrize(("rows", "decodes", "grammars", "waits"), [
