@@ -218,10 +218,10 @@ class Delivery:
             raise ReplicaFailure("its long answer does not say where it ends")
         self._is_whole = True
         await self._start(answer, answer.header(b"content-length"))
-        await send_part(self._send, body, more=True)
+        await send_part(self._send, body, more=True, behind=answer.held)
         del body
         async for piece in pieces:
-            await send_part(self._send, piece, more=True)
+            await send_part(self._send, piece, more=True, behind=answer.held)
         self._answered(replica, answer, ticket, None, None)
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -280,7 +280,7 @@ class Delivery:
                 events.shown = events.shown or not counted
                 before = self._fleet.now()
                 await self._start(answer)
-                await send_part(self._send, body, more=True)
+                await send_part(self._send, body, more=True, behind=answer.held)
                 self._held_up += self._fleet.now() - before
 
     async def _taken(self, part: Part) -> bytes:
