@@ -155,6 +155,25 @@ def test_a_silence_that_is_over_does_not_make_a_replica_slow() -> None:
     routed(test, FakeReplica(), FakeReplica())
 
 
+def test_a_client_that_reads_slowly_does_not_make_its_replica_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Call._send
+
+    async def test(router: Router, replica: FakeReplica) -> None:
+        waits = [0.0]
+
+        async def slowly(self: Call, message: Any) -> None:
+            router.seconds += waits[0]
+            await send(self, message)
+
+        monkeypatch.setattr(Call, "_send", slowly)
+        times = router.fleet.replicas[0].load.times
+        for waits[0], num_learned in ((0.0, 1), (9.0, 1), (0.0, 2)):
+            assert (await router.ask(CHAT)).text == SAID
+            assert round(times.decode.weight) == num_learned and times.decode.fitted() == (0.0, 0.0)
+
+    routed(test, FakeReplica())
+
+
 def test_pages_and_log_tell_of_a_silent_replica(caplog: pytest.LogCaptureFixture) -> None:
     async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
         one = router.fleet.replicas[0]
