@@ -33,6 +33,7 @@ from ridgeline.server.http.stream import Send, send_part
 logger = get_logger("route")
 
 EVENTS_PER_TURN = 64                 # of one stream that are read before others have their turn: 3 ms
+HELD_UP = 0.1                        # share of a stream's time in which its client may be slow, for the time to be the replica's
 MOST_REFUSAL = 2**16                 # bytes of an answer that is kept while other replicas are asked
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
@@ -68,6 +69,7 @@ class Delivery:
         self._limit: asyncio.Timeout | None = None       # of the replica that is tried, while the request can go elsewhere
         self._may_move = request.prompt.streams          # once: where all are slow, it would never be answered
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        self._held_up = 0.0                              # seconds in which the client did not take what was there
 
     async def run(self) -> None:
         """Raises Overloaded, TryAgain or BadGateway when no replica is left to try, and none has refused in its own words."""
@@ -237,7 +239,9 @@ class Delivery:
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
         if answer.status == 200 and self._request.method == "POST":
-            replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
+            now = self._fleet.now()
+            is_usual = ticket.sent > replica.silence.ended and self._held_up <= HELD_UP * (now - ticket.sent)
+            replica.load.finish(ticket, now, usage, self._whole_chain(text), is_usual)
             self._fleet.answered(replica, usage)
 
     async def _stream(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
@@ -274,8 +278,10 @@ class Delivery:
                 self._began(replica, ticket)
             if body := b"".join(passed):
                 events.shown = events.shown or not counted
+                before = self._fleet.now()
                 await self._start(answer)
                 await send_part(self._send, body, more=True)
+                self._held_up += self._fleet.now() - before
 
     async def _taken(self, part: Part) -> bytes:
         """What the client shall get of a long event. One that threads have no time for is not read: all streams would wait."""

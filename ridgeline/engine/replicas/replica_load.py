@@ -168,9 +168,11 @@ class ReplicaLoad:
         ticket.rows = self.pending
         return True
 
-    def finish(self, ticket: Ticket, now: float, usage: Usage | None = None, whole: Chain = ()) -> None:
+    def finish(
+        self, ticket: Ticket, now: float, usage: Usage | None = None, whole: Chain = (), is_usual: bool = True
+    ) -> None:
         """The answer is complete; `whole` are the nodes of prompt and answer. Without a usage the replica's counts are guessed
-        from the text."""
+        from the text. If it took an unusual time, that is not learned."""
         streamed = ticket.prompt.streams and ticket.serial in self.running
         rows = (ticket.rows + self.pending) / 2
         self.leave(ticket)
@@ -179,7 +181,7 @@ class ReplicaLoad:
         if usage is not None:
             self.habits.observe(ticket.prompt, usage)
             self._compare(ticket, usage)
-        if not streamed:                                 # one body at the end: its first token's time is not known
+        if not streamed or not is_usual:                 # of one body at the end the first token's time is not known
             return
         uncached = ticket.predicted.uncached
         if usage is not None and usage.cached is not None:
