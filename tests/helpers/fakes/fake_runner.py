@@ -18,7 +18,6 @@ import numpy as np
 from ridgeline.messages import BlockOp, Logprobs, RowAdded, StepPlan, StepResult, Want
 from ridgeline.sizes.kv_spec import KVGroupSpec
 
-
 Held = tuple[int, int]                   # group, stamp
 
 
@@ -41,7 +40,7 @@ class _Row:
         self.length = added.num_computed
         self.tables = [table.tolist() for table in added.block_ids]
         self.stamp = 0                                   # of all tokens
-        self.held: list[list[Held]] = [[] for _ in self.tables]      # by group and position: what the slot holds once it is written
+        self.held: list[list[Held]] = [[] for _ in self.tables]      # by group and position: what its slot will hold
         for token in added.token_ids.tolist():
             self.push(token)
 
