@@ -137,11 +137,17 @@ class Answer(asyncio.Protocol):
 
     async def body(self, most: int) -> bytes:
         """All of a short one."""
+        if (body := await self.short_body(most)) is None:
+            raise ReplicaFailure(f"its answer is larger than {most} bytes")
+        return body
+
+    async def short_body(self, most: int) -> bytes | None:
+        """None: it is longer."""
         read, size = [], 0
         async for piece in self.pieces():
             size += len(piece)
             if size > most:
-                raise ReplicaFailure(f"its answer is larger than {most} bytes")
+                return None
             read.append(piece)
         return b"".join(read)
 
