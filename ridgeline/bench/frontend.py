@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=int, nargs="+", default=[20_000, 30_000, 40_000],
                         help="tokens per second over all streams")
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each rate")
-    parser.add_argument("--path", default="chat/completions", choices=("chat/completions", "completions"))
+    parser.add_argument("--path", default="chat/completions", choices=("chat/completions", "completions"),
+                        help="the endpoint that is measured (default: chat/completions)")
     parser.add_argument("--profile", help="write the front end's profile (cProfile) to this file; slows it down")
     add_output(parser)
 

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="duration, including the warm-up")
     parser.add_argument("--clients", type=int, default=6, help="number of concurrent clients")
     parser.add_argument("--period", type=float, default=1.0, help="seconds between two samples")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the traffic (default: 0)")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE",
                         help="engine options of the server, if this command starts it")
     parser.add_argument("--note", default="", help="a note for the record, such as: the machine was shared")

@@ -148,7 +148,7 @@ class BlockPool:
     def check(self) -> None:
         """Every block is in exactly one place; raises AssertionError otherwise. Linear: for tests and debugging."""
         free, cached = set(self._free), set(self._cached)
-        held = {block for block in range(1, self.num_blocks) if self._references[block] > 0}
+        held = set((np.flatnonzero(np.frombuffer(self._references, np.int32)[1:] > 0) + 1).tolist())
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & cached and not free & held and not cached & held, "a block is in two places"
         assert len(free) + len(cached) + len(held) == self.num_blocks - 1, "a block is lost"
@@ -197,6 +197,6 @@ class SlabPool(BlockPool):
                     self._free_slabs.append(first)
 
     def check(self) -> None:
-        held = {block for block in range(1, self.num_blocks) if self._references[block] > 0}
+        held = set((np.flatnonzero(np.frombuffer(self._references, np.int32)[1:] > 0) + 1).tolist())
         assert sum(self._slab_left.values()) == len(held), "a slab is lost"
         assert not any(block - (block - 1) % self._slab in self._free_slabs for block in held), "a held slab is free"

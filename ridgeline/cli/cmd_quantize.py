@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ridgeline import interrupt
@@ -81,8 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def checked_limits(args: argparse.Namespace) -> dict[str, float]:
     """ConfigError: what does not go together."""
     given = {name: getattr(args, f"limit_{name}") for name in LIMIT_OPTIONS}
-    words = [f"{name}:{value}" for name, value in given.items() if value is not None]
-    limits = parse_limits(",".join(words)) if words else {}
+    limits = {name: _limit(name, value) for name, value in given.items() if value is not None}
     if limits and args.no_card:
         raise ConfigError("limits are checked on the card: leave out --no-card")
     if args.fastest and args.recipe != AUTO:
@@ -93,6 +93,15 @@ def checked_limits(args: argparse.Namespace) -> dict[str, float]:
         if getattr(args, name) < 2:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 2, got {getattr(args, name)}")
     return limits
+
+
+def _limit(name: str, value: str) -> float:
+    if "," not in value:
+        with suppress(ConfigError):
+            return parse_limits(f"{name}:{value}")[name]
+    option, meaning = LIMIT_OPTIONS[name]
+    example = meaning.rpartition(": ")[2].replace("%%", "%")
+    raise ConfigError(f"{option} must be a number of at least 0, such as {example}, got {value!r}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -146,7 +146,10 @@ def _sized(config: EngineConfig, longest: int) -> EngineConfig:
     model = load_model_config(model_path(config))
     context = config.model.max_model_len or min(longest + 16, model.max_position_embeddings)
     if longest + 1 > context:
-        raise ConfigError(f"sequences of {longest} tokens need a max_model_len of {longest + 1}, there are {context}")
+        raise ConfigError(
+            f"sequences of {longest} tokens do not fit: with a max_model_len of {context} they have at most {context - 1} "
+            "(--context, --needle, --choices)"
+        )
     kind = config.model.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,6 +16,8 @@ INSTEAD = {
     "batch": "use `ridgeline generate IN.jsonl OUT.jsonl --model MODEL`",
     "collect-env": "`ridgeline --version` has the version, and `ridgeline diagnose` what the machine can do",
     "check_env": "`ridgeline --version` has the version, and `ridgeline diagnose` what the machine can do",
+    "profile": "use `ridgeline diagnose MODEL`, or `ridgeline admin SOCKET profile` for a running server",
+    "trace": "use `ridgeline diagnose MODEL --trace FILE`",
     "bench latency": _OFFLINE, "bench throughput": _OFFLINE, "llama-bench": _OFFLINE, "bench_offline_throughput": _OFFLINE,
     "bench_one_batch": _OFFLINE, "bench_serving": "use `ridgeline bench serve URL`",
     "bench sweep": "every option of `ridgeline bench serve` that takes a list is a sweep",

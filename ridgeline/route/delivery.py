@@ -33,6 +33,7 @@ from ridgeline.server.http.stream import Send, send_part
 logger = get_logger("route")
 
 EVENTS_PER_TURN = 64                 # of one stream that are read before others have their turn: 3 ms
+HELD_UP = 0.1                        # share of a stream's time in which its client may be slow, for the time to be the replica's
 MOST_REFUSAL = 2**16                 # bytes of an answer that is kept while other replicas are asked
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
@@ -46,6 +47,7 @@ _NOT_PASSED = frozenset({
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"te", b"trailer", b"upgrade",
     b"proxy-authenticate", b"x-request-id", b"request-id",
 })
+_TOO_LONG = "a replica refused the request, and its reason is too long to be passed on"
 _BROKEN = "the replica that wrote this answer has failed, and the answer cannot be continued exactly; send the request again"
 
 
@@ -68,6 +70,7 @@ class Delivery:
         self._limit: asyncio.Timeout | None = None       # of the replica that is tried, while the request can go elsewhere
         self._may_move = request.prompt.streams          # once: where all are slow, it would never be answered
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        self._held_up = 0.0                              # seconds in which the client did not take what was there
 
     async def run(self) -> None:
         """Raises Overloaded, TryAgain or BadGateway when no replica is left to try, and none has refused in its own words."""
@@ -186,7 +189,11 @@ class Delivery:
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
-        refusal = answer.status, headers, await answer.body(MOST_REFUSAL)
+        body = await answer.short_body(MOST_REFUSAL)
+        if body is None:                                 # some repeat the request's words: a long one is no failure of theirs
+            headers = [each for each in headers if each[0] == b"retry-after"] + [(b"content-type", b"application/json")]
+            body = error_body(_TOO_LONG, "invalid_request_error" if answer.status < 500 else "server_error")
+        refusal = answer.status, headers, body
         # A busy one's words go first: that another has no such model or key is no answer for the fleet.
         if self._refusal is None or self._refusal[0] not in _BUSY or answer.status in _BUSY:
             self._refusal = refusal
@@ -216,10 +223,10 @@ class Delivery:
             raise ReplicaFailure("its long answer does not say where it ends")
         self._is_whole = True
         await self._start(answer, answer.header(b"content-length"))
-        await send_part(self._send, body, more=True)
+        await send_part(self._send, body, more=True, behind=answer.held)
         del body
         async for piece in pieces:
-            await send_part(self._send, piece, more=True)
+            await send_part(self._send, piece, more=True, behind=answer.held)
         self._answered(replica, answer, ticket, None, None)
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -237,7 +244,9 @@ class Delivery:
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
         if answer.status == 200 and self._request.method == "POST":
-            replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
+            now = self._fleet.now()
+            is_usual = ticket.sent > replica.silence.ended and self._held_up <= HELD_UP * (now - ticket.sent)
+            replica.load.finish(ticket, now, usage, self._whole_chain(text), is_usual)
             self._fleet.answered(replica, usage)
 
     async def _stream(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
@@ -274,8 +283,10 @@ class Delivery:
                 self._began(replica, ticket)
             if body := b"".join(passed):
                 events.shown = events.shown or not counted
+                before = self._fleet.now()
                 await self._start(answer)
-                await send_part(self._send, body, more=True)
+                await send_part(self._send, body, more=True, behind=answer.held)
+                self._held_up += self._fleet.now() - before
 
     async def _taken(self, part: Part) -> bytes:
         """What the client shall get of a long event. One that threads have no time for is not read: all streams would wait."""

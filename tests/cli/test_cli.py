@@ -10,6 +10,8 @@ import select
 import signal
 import subprocess
 import sys
+from argparse import ArgumentParser
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +122,13 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     usage = shown.partition("\n\n")[0]
     assert len(usage.splitlines()) <= 3, "options are listed once, below"
     assert "[options]" in usage or "--" not in shown.replace("--help", "")
+
+
+@pytest.mark.parametrize("command", COMMAND_NAMES)
+def test_every_option_says_what_it_does(command: str) -> None:
+    parser = ArgumentParser()
+    import_module(COMMANDS[command][0]).add_arguments(parser)
+    assert [action.dest for action in parser._actions if not action.help] == []
 
 
 def test_the_overview_names_what_other_programs_call_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,8 @@ def test_mistakes_are_told_without_torch_and_without_an_engine(tmp_path: Path) -
         (["eval", model, "--needle", "100000"], "this model's context"),
         (["eval", model, "--overlap", "512"], "must be from 0"),
         (["quantize", model, "--recipe", "fp8", "--out", str(tmp_path)], "exists already"),
+        (["quantize", model, "--recipe", "fp8", "--out", missing, "--max-flips", "few"],
+         "--max-flips must be a number of at least 0, such as 5%, got 'few'"),
         (["quantize", model, "--recipe", "int4-gptq", "--out", missing, "--calibration", missing], "cannot be read"),
         (["diagnose", missing], "does not exist"),
         (["diagnose", model, "--device", "cpu", "--input-len", "100000"], "the largest is"),

@@ -16,16 +16,22 @@ from ridgeline.engine.replicas.silence import MORE, SILENT_SECONDS, Patience, Si
 LATE = SILENT_SECONDS + 1
 
 
-async def unanswered(router: Router, replica: FakeReplica, body: dict[str, Any] = CHAT) -> tuple[asyncio.Event, Call]:
-    """A request to this replica, which does not answer it before the event."""
-    mute, number = asyncio.Event(), len(replica.seen)
-    replica.behaviours = [Behaviour(mute=mute), Behaviour()]
+async def asked(router: Router, replica: FakeReplica, said: Behaviour, body: dict[str, Any] = CHAT) -> Call:
+    """A request to this replica, which has it."""
+    number = len(replica.seen)
+    replica.behaviours = [said, Behaviour()]
     while first_of(router) != [each.url for each in router.fleet.replicas].index(replica.url):
         router.fleet.choice._turn += 1
     call = router.start(body)
     while len(replica.seen) == number:
         await asyncio.sleep(0)
-    return mute, call
+    return call
+
+
+async def unanswered(router: Router, replica: FakeReplica, body: dict[str, Any] = CHAT) -> tuple[asyncio.Event, Call]:
+    """A request to this replica, which does not answer it before the event."""
+    mute = asyncio.Event()
+    return mute, await asked(router, replica, Behaviour(mute=mute), body)
 
 
 def test_a_silent_replica_is_chosen_last_until_it_answers() -> None:
@@ -121,6 +127,51 @@ def test_a_check_without_an_answer_makes_a_replica_the_last_choice() -> None:
         assert len(replicas[0].seen) == 2
 
     routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_silence_that_is_over_does_not_make_a_replica_slow() -> None:
+    """By the times of the requests that had waited in it, the replica was taken to be slow, and others got all requests."""
+    async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
+        for _ in range(6):
+            await router.ask(CHAT)
+        hold = asyncio.Event()
+        running = await asked(router, silent, Behaviour(hold=hold))
+        while running.text != "one ":
+            await asyncio.sleep(0)
+        late = await asked(router, silent, Behaviour(mute=hold))
+        router.seconds += LATE
+        hold.set()
+        await asyncio.gather(running.task, late.task)
+        assert running.text == late.text == SAID
+        times = router.fleet.replicas[0].load.times
+        assert times.prefill.weight > 1 and times.prefill.fitted() == times.decode.fitted() == (0.0, 0.0)
+        router.seconds += 1.0
+        usual = await asked(router, silent, Behaviour(mute=(soon := asyncio.Event())))
+        router.seconds += 2.0
+        soon.set()
+        await usual.task
+        assert times.prefill.fitted() > (0.0, 0.0)           # what comes later counts again
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_client_that_reads_slowly_does_not_make_its_replica_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Call._send
+
+    async def test(router: Router, replica: FakeReplica) -> None:
+        waits = [0.0]
+
+        async def slowly(self: Call, message: Any) -> None:
+            router.seconds += waits[0]
+            await send(self, message)
+
+        monkeypatch.setattr(Call, "_send", slowly)
+        times = router.fleet.replicas[0].load.times
+        for waits[0], num_learned in ((0.0, 1), (9.0, 1), (0.0, 2)):
+            assert (await router.ask(CHAT)).text == SAID
+            assert round(times.decode.weight) == num_learned and times.decode.fitted() == (0.0, 0.0)
+
+    routed(test, FakeReplica())
 
 
 def test_pages_and_log_tell_of_a_silent_replica(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--header", nargs="+", default=[], metavar="NAME=VALUE", help="additional HTTP headers")
     parser.add_argument("--insecure", action="store_true", help="do not verify the server's certificate")
     parser.add_argument("--extra-body", default="{}", metavar="JSON", help="additional fields of every request")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of every request (default: 0, greedy)")
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help="default: on for generated prompts")
     parser.add_argument("--tokenizer", help="directory or .gguf file; needed if the server has neither /tokenize nor usage")
     _add_load(parser)
@@ -77,11 +77,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-concurrency", type=int, nargs="+", default=[0],
                        help="limit of concurrent requests; without a rate: that number of users in a closed loop")
     group.add_argument("--ramp-up-strategy", choices=["linear", "exponential"], help="change the rate over the run")
-    group.add_argument("--ramp-up-start-rps", type=float)
-    group.add_argument("--ramp-up-end-rps", type=float)
+    group.add_argument("--ramp-up-start-rps", type=float, help="with --ramp-up-strategy: requests per second at the start")
+    group.add_argument("--ramp-up-end-rps", type=float, help="with --ramp-up-strategy: requests per second at the end")
     group.add_argument("--trace-speed", type=float, default=1.0, help="factor on a trace's speed; 2: twice as fast")
     group.add_argument("--trace-unit", choices=["s", "ms"], default="s", help="unit of the file's timestamps")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: 0)")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128], help="batch sizes to fill masks for")
     parser.add_argument("--requests", type=int, default=8, help="concurrent requests; 0: measure only masks")
     parser.add_argument("--tokens", type=int, default=32, help="answer length")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0],
+                        help="of the requests; several are measured in turn (default: 1)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each kind; the median counts (default: 3)")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
     add_output(parser)
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 256], help="batch sizes")
     parser.add_argument("--context", type=int, default=640, help="context length of each request at the first traced step")
     parser.add_argument("--steps", type=int, default=30, help="decode steps to trace")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="auto", help="of weights and activations (default: the model's own)")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
     parser.add_argument("--top", type=int, default=25, help="number of kernels to list")
     parser.add_argument("--trace", help="read this Chrome trace instead of making one")

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these words")
     parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: all dtypes of the cases")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU, if there is one")
-    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"timed runs of each case (default: {SAMPLES})")
     parser.add_argument("--seed", type=int, help="seed of the inputs; default: a new one each time, stored in the record")
     parser.add_argument("--check-only", action="store_true", help="check the results, without timing")
     table.add_format(parser)

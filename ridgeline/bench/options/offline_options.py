@@ -23,8 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", choices=["transformers", "llama.cpp"],
                         help="also measure another engine in the same run, and with llama.cpp both starts")
     parser.add_argument("--repeats", type=int, help="timed runs of each workload, reported as a median (default: 3; presets: 2)")
-    parser.add_argument("--dtype", nargs="+", default=["auto"])
-    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    parser.add_argument("--dtype", nargs="+", default=["auto"],
+                        help="of weights and activations; several are measured in turn (default: the model's own)")
+    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"],
+                        help="dummy: random weights; only config.json is read (default: auto)")
     sustain.add_arguments(parser)
     price.add_arguments(parser)
     table.add_format(parser)

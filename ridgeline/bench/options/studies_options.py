@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="name in the HF cache, directory or .gguf file; default: the embedded model")
     parser.add_argument("--study", nargs="+", choices=(*STUDIES, CASCADE, LONG_PROMPT), default=list(STUDIES),
                         help=f"default: all but {CASCADE} and {LONG_PROMPT}")
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=24, help="of each run (default: 24)")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="long-prompt: use a public model's shapes with dummy weights")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="long-prompt: length of the long prompt")
     parser.add_argument("--decodes", type=int, default=DECODES, help="long-prompt: requests that decode at the same time")

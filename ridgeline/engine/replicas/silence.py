@@ -2,7 +2,8 @@
 
 A request is late when something of its answer should have come, by how long requests usually wait. A replica is silent while one
 of its requests is late and nothing has come of any other for SILENT_SECONDS. Others are chosen before it. If all late requests
-have left it, it gets one request every SILENT_SECONDS, to find out. The first answer ends its silence.
+have left it, it gets one request every SILENT_SECONDS, to find out. The first answer ends its silence. What requests took that
+were there in a silence says nothing of the time that others will take.
 
 Knows numbers only: no clock, no HTTP.
 """
@@ -55,6 +56,7 @@ class Silence:
         self._heard = float("-inf")                      # when something of an answer came last
         self._is_lost = False                            # a late request has left since then
         self._quiet_until = 0.0                          # then one more is tried
+        self.ended = float("-inf")                       # when something came after a silence
 
     def sent(self, number: int, streams: bool, now: float, predicted: float, move: Callable[[], None] | None = None) -> None:
         """`predicted`: seconds until something of the answer should come."""
@@ -65,9 +67,13 @@ class Silence:
 
     def heard(self, number: int, now: float) -> None:
         """Something of this answer has come."""
-        self._heard, self._is_lost = now, False
-        if (request := self._pop(number)) is not None:
+        request, since, long = self._pop(number), self._heard, self._patience.seconds(True, 0.0)
+        if request is not None:
+            since, long = max(since, request.sent), request.patience
             self._patience.observe(request.streams, now - request.sent)
+        if now - since > long:                           # for as long nothing came, though this request was there
+            self.ended = now
+        self._heard, self._is_lost = now, False
 
     def left(self, number: int, now: float) -> None:
         """It failed or went elsewhere, or its client has gone; or its answer is complete."""

@@ -42,15 +42,19 @@ def read(section: Section) -> Quantisation:
     skipped = [*section.names("modules_to_not_convert"), *section.names("ignored_layers")]
     head = () if section.get("lm_head", False) else ((HEAD, None),)
     section.finish()
-    if block is None:
-        activation = Activation("fp8", "token" if per_output else "tensor", static)
-        format = WeightFormat("e4m3", Scales((1, 0)), None if wide else activation)
-        # A per-tensor scale may be spelled either way; both multiply the codes.
-        endings: tuple[str, ...] = (".weight_scale", ".weight_scale_inv")
-    else:
-        format = WeightFormat("e4m3", Scales((block[0], block[1])), None if wide else Activation("fp8", "group", static))
-        endings = (".weight_scale_inv", ".weight_scale")
-    roles = (("codes", (".weight",)), ("scale", endings))
-    recipe = Recipe(format, "codes", roles, unused=UNUSED, variant="divides" if divides else "")
+    per = "token" if per_output else "tensor" if block is None else "group"
+    recipe = fp8_recipe(
+        (1, 0) if block is None else (block[0], block[1]), None if wide else Activation("fp8", per, static), divides,
+    )
     rules = (*((component(name), None) for name in skipped), *head, (ANY, recipe))
     return Quantisation("fp8", rules, KV_SCALES)
+
+
+def fp8_recipe(block: tuple[int, int], activation: Activation | None, divides: bool = False) -> Recipe:
+    """The scale may be spelled either way, and multiplies the codes unless it `divides` them."""
+    endings = (".weight_scale", ".weight_scale_inv")
+    return Recipe(
+        WeightFormat("e4m3", Scales(block), activation), "codes",
+        (("codes", (".weight",)), ("scale", endings if block[1] == 0 else endings[::-1])), unused=UNUSED,
+        variant="divides" if divides else "",
+    )

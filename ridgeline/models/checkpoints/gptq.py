@@ -5,12 +5,14 @@ Version 1 stores zero points minus one, version 2 stores them as they are. `desc
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.awq import awq_recipe
 from ridgeline.models.checkpoints.compressed_tensors import codes_recipe, fp4_recipe
+from ridgeline.models.checkpoints.fp8_checkpoints import fp8_recipe
 from ridgeline.models.checkpoints.recipe import (
     ANY,
     HEAD,
@@ -21,6 +23,7 @@ from ridgeline.models.checkpoints.recipe import (
     Section,
     anywhere,
     component,
+    is_block,
     regex,
 )
 from ridgeline.quant.format import Activation, Scales, WeightFormat
@@ -60,7 +63,8 @@ def read_auto_round(section: Section) -> Quantisation:
 
 
 def _floats(section: Section, kind: str) -> Quantisation:
-    bits, group = section.of("bits", int, 4), _group_size(section, 0)
+    bits, block = section.of("bits", int, 4), _block(section) if kind == "fp" else None
+    group = 0 if block else _group_size(section, 0)
     section.one_of("fmt", ("e4m3", None), "e4m3")
     section.one_of("sym", (True, None), True)
     scheme = section.one_of("activation_scheme", ("static", "dynamic", None))
@@ -77,9 +81,11 @@ def _floats(section: Section, kind: str) -> Quantisation:
         ("fp", 8, 0): lambda: codes_recipe("e4m3", Scales((1, 0)), inputs("fp8", "token", scheme == "static")),
     }
     found = recipes.get((kind, bits, max(0, group)))
+    if block and bits == 8:
+        found = functools.partial(fp8_recipe, block, inputs("fp8", "group", scheme == "static"))
     if found is None:
         raise section.error("bits", f"{kind}{bits} in groups of {group}", "is not supported; supported: mx_fp4 and mx_fp8 in "
-                            "groups of 32, nv_fp4 in groups of 16, fp8 with a scale for each tensor or output")
+                            "groups of 32, nv_fp4 in groups of 16, fp8 with a scale for each tensor, output or block")
     rules: list[tuple[str, Recipe | None]] = []
     for name, overrides in (section.section("extra_config") or Section({}, "")).raw.items():
         own = _own(overrides, f"{section.where}.extra_config[{name}]")
@@ -88,9 +94,19 @@ def _floats(section: Section, kind: str) -> Quantisation:
         rules.append((_extra_name(name, section), None))
     if not section.get("lm_head", False) and not section.get("quant_lm_head", False):
         rules.append((HEAD, None))
-    rules += [(anywhere(name), None) for name in section.names("modules_to_not_convert")]
+    skipped = [*section.names("modules_to_not_convert"), *section.names("ignored_layers")]
+    rules += [(anywhere(name), None) for name in dict.fromkeys(skipped)]
     section.finish()
     return Quantisation("auto-round", (*rules, (ANY, found())), KV_SCALES)
+
+
+def _block(section: Section) -> tuple[int, int] | None:
+    """fp8 with a scale for each block of outputs and inputs, which auto-round says once or twice."""
+    sizes = [each for each in (section.get("group_size"), section.get("weight_block_size")) if isinstance(each, (list, tuple))]
+    for each in sizes:
+        if not is_block(each) or each != sizes[0]:
+            raise section.error("group_size", sizes, "must be two sizes, of outputs and inputs, as in weight_block_size")
+    return (sizes[0][0], sizes[0][1]) if sizes else None
 
 
 def _quantisation(section: Section, method: str, version: str) -> Quantisation:
@@ -121,8 +137,10 @@ def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None
     for name in sorted(extra.raw, key=lambda name: bool(_PATTERN.search(name))):         # auto-round's way of saying the same
         overrides = extra.raw[name]
         own = _own(overrides, f"{section.where}.extra_config[{name}]")
-        own.skip("data_type", *_HISTORY)
+        own.skip(*_HISTORY)
         wide = own.of("bits", int, 4) >= 16
+        if (kind := own.text("data_type", "int")) not in ("int", "int4") and not wide:
+            raise own.error("data_type", kind, "is not supported beside integer codes; supported: int, and any in 16 bits")
         own.skip(*(("bits", "group_size", "sym") if wide else ()))
         rules.append((_extra_name(name, section), None if wide else _overridden(own, section, version)))
     blocks = section.of("modules_in_block_to_quantize", list)

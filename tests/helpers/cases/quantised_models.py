@@ -151,9 +151,9 @@ def e2m1_codes(shares: Tensor) -> Tensor:
     return (shares[..., None] - E2M1).abs().argmin(-1)
 
 
-def nvfp4(dialect: str) -> Writer:
+def nvfp4(dialect: str, group: int = 16) -> Writer:
     def write(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
-        parts = grouped(weight, 16)
+        parts = grouped(weight, group)
         second = (weight.float().abs().amax() / (448 * 6)).reshape(1)    # the number that multiplies
         if dialect == "ct":
             second = 1 / second
@@ -245,6 +245,8 @@ DIALECTS: dict[str, tuple[dict[str, Any], Writer]] = {
                      fp8(".weight_scale", 0, 0, {".input_scale": torch.ones(())})),
     "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
                        nvfp4("modelopt")),
+    "modelopt-nvfp4-32": ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 32, "ignore": ["lm_head"]},
+                          nvfp4("modelopt", 32)),
     "ct-w8a8": (ct_config("int-quantized", _INT | {"num_bits": 8, "strategy": "channel"},
                           _INT | {"num_bits": 8, "strategy": "token", "dynamic": True}), int8_rows),
     "ct-w4a8": (ct_config("int-quantized", _INT4, _INT | {"num_bits": 8, "strategy": "token", "dynamic": True}), int4_bytes),

@@ -18,6 +18,8 @@ import numpy as np
 from ridgeline.messages import BlockOp, Logprobs, RowAdded, StepPlan, StepResult, Want
 from ridgeline.sizes.kv_spec import KVGroupSpec
 
+Held = tuple[int, int]                   # group, stamp
+
 
 class SlotError(AssertionError):
     pass
@@ -33,17 +35,20 @@ def next_token(prefix_stamp: int, vocab: int) -> int:
 
 class _Row:
     def __init__(self, added: RowAdded) -> None:
-        self.tokens = added.token_ids.tolist()
+        self.tokens: list[int] = []
         self.num_prompt = added.num_prompt
         self.length = added.num_computed
         self.tables = [table.tolist() for table in added.block_ids]
-        self.stamps = [0]
-        for token in self.tokens:
-            self.stamps.append(stamp(self.stamps[-1], token))
+        self.stamp = 0                                   # of all tokens
+        self.held: list[list[Held]] = [[] for _ in self.tables]      # by group and position: what its slot will hold
+        for token in added.token_ids.tolist():
+            self.push(token)
 
     def push(self, token: int) -> None:
         self.tokens.append(token)
-        self.stamps.append(stamp(self.stamps[-1], token))
+        self.stamp = stamp(self.stamp, token)
+        for group, held in enumerate(self.held):
+            held.append((group, self.stamp))
 
 
 @dataclass(slots=True)
@@ -55,7 +60,7 @@ class _Step:
     rejected: int = 0
     lengths: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    touched: list[tuple[int, int, int]] = field(default_factory=list)    # slot, group, stamp
+    touched: list[tuple[list[int], list[Held]]] = field(default_factory=list)    # slots, and what each holds
     newest: set[int] = field(default_factory=set)                        # slots that it writes
     older: set[int] = field(default_factory=set)                         # slots that were written before, by whoever
 
@@ -66,7 +71,7 @@ class FakeRunner:
     ) -> None:
         self.groups, self.vocab, self.fail_tokens = groups, vocab, fail_tokens
         self.num_blocks = num_blocks
-        self.slots: dict[int, tuple[int, int]] = {}      # one memory for all groups: slot -> group, stamp
+        self.slots: dict[int, Held] = {}                 # one memory for all groups
         self.rows: dict[int, _Row] = {}
         self.reads = 0
         self.guessed = 0                                 # drafts that were computed
@@ -127,13 +132,16 @@ class FakeRunner:
                     copied[op.target * size + offset] = held
         self.slots |= copied
 
-    def _slot(self, row: _Row, group: int, position: int) -> int:
-        size = self.groups[group].block_size
-        index = position // size
-        block = row.tables[group][index] if index < len(row.tables[group]) else -1
-        if not 0 < block < self.num_blocks:
-            raise SlotError(f"group {group}: position {position} has block {block}")
-        return block * size + position % size
+    def _slots(self, row: _Row, group: int, first: int, end: int) -> list[int]:
+        """Of positions, a block at a time: long prompts have millions."""
+        size, table, slots = self.groups[group].block_size, row.tables[group], list[int]()
+        for index in range(first // size, -(-end // size)):
+            block, begin = table[index] if index < len(table) else -1, max(first, index * size)
+            if not 0 < block < self.num_blocks:
+                raise SlotError(f"group {group}: position {begin} has block {block}")
+            shift = (block - index) * size
+            slots += range(begin + shift, min(end, (index + 1) * size) + shift)
+        return slots
 
     def _compute(self, row: _Row, number: int, count: int, step: _Step) -> None:
         start, end = row.length, row.length + count
@@ -141,12 +149,12 @@ class FakeRunner:
             raise SlotError(f"row {number} computes {start}..{end} of {len(row.tokens)} known tokens")
         for group, spec in enumerate(self.groups):
             first = 0 if spec.window is None else max(0, start - spec.window + 1)
-            slots = [self._slot(row, group, position) for position in range(first, end)]
-            for slot, value in zip(slots[start - first :], row.stamps[start + 1 : end + 1], strict=True):
-                self.slots[slot] = (group, value)
+            slots, held = self._slots(row, group, first, end), row.held[group][first:end]
+            self.slots.update(zip(slots[start - first :], held[start - first :], strict=True))
             step.newest.update(slots[start - first :])
-            step.older.update(slots[: start - first])
-            step.touched += zip(slots, [group] * len(slots), row.stamps[first + 1 : end + 1], strict=True)
+            if step.plan.total_tokens == len(step.plan.rows):        # only then it matters
+                step.older.update(slots[: start - first])
+            step.touched.append((slots, held))
         row.length = end
 
     def _verify(self, row: _Row, number: int, place: int, step: _Step) -> None:
@@ -171,7 +179,7 @@ class FakeRunner:
             self._compute(row, number, 1, step)
         for position in range(row.length, start + 1 + width):        # rejected: its KV is written, and never read
             for group in range(len(self.groups)):
-                slot = self._slot(row, group, position)
+                (slot,) = self._slots(row, group, position, position + 1)
                 self.slots[slot] = (group, -1)
                 step.newest.add(slot)
         step.rejected += start + 1 + width - row.length
@@ -180,15 +188,17 @@ class FakeRunner:
 
     def _check(self, step: _Step) -> None:
         """Every slot the step reads or writes holds what it should."""
-        self.reads += len(step.touched)
-        for slot, group, value in step.touched:
-            if self.slots.get(slot) != (group, value):
+        for slots, held in step.touched:
+            self.reads += len(slots)
+            found = list(map(self.slots.get, slots))
+            if found != held:
+                slot, (group, _) = next(each for each in zip(slots, held, strict=True) if self.slots.get(each[0]) != each[1])
                 raise SlotError(f"step {step.plan.step}, group {group}: slot {slot} holds somebody else's KV")
 
     def _sample(self, row: _Row, number: int) -> int:
         if row.length != len(row.tokens):
             raise SlotError(f"row {number} samples before its known tokens are computed")
-        token = next_token(row.stamps[-1], self.vocab)
+        token = next_token(row.stamp, self.vocab)
         row.push(token)
         return token
 

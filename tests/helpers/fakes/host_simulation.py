@@ -216,8 +216,9 @@ class Simulation:
         self.most_held = max(self.most_held, len(held))
         for _, blocks in pool._in_flight:
             held.update(blocks)
-        wrong = [block for block in range(self.setup.num_blocks) if pool.references(block) != held[block]]
-        assert not wrong, f"blocks {wrong} have references that nobody explains"
+        references = {block: count for block, count in enumerate(pool._references) if count}
+        wrong = {block for block, _ in references.items() ^ held.items()}
+        assert not wrong, f"blocks {wrong} have references that nothing explains"
 
     def check_index(self) -> None:
         """What the prefix cache would hand out is what the memory holds."""

@@ -164,6 +164,20 @@ def test_the_second_scale_of_nvfp4_multiplies_or_divides() -> None:
     assert numbers(recipe_of(ct), tensors).unique().tolist() == [0.25]
 
 
+@pytest.mark.parametrize("where", [{"group_size": 32}, {"config_groups": {"group_0": {
+    "targets": ["Linear"], "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 32}}}}])
+def test_nvfp4_weights_alone_may_have_groups_of_32(where: dict[str, Any]) -> None:
+    """ModelOpt says it in its own file, and in config.json for each group of linears."""
+    recipe = recipe_of({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"} | where)
+    scale = torch.tensor([[1.0, 2.0]] * 2).to(torch.float8_e4m3fn)
+    second = torch.tensor([0.5])
+    tensors = {"weight": torch.full((2, 32), 0x22, dtype=torch.uint8), "weight_scale": scale, "weight_scale_2": second}
+    assert torch.equal(numbers(recipe, tensors), torch.tensor([0.5, 1.0]).repeat_interleave(32).expand(2, 64))
+    of_16 = recipe_of({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"})
+    with pytest.raises(ModelError, match=r"scales of shape \[2, 2\], blocks of 1 x 16 need \[2, 4\]"):
+        numbers(of_16, tensors)
+
+
 def test_scales_must_fit_their_blocks() -> None:
     recipe = recipe_of({"quant_method": "fp8", "weight_block_size": [128, 128]})
     weight = torch.zeros(256, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -189,8 +203,10 @@ CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config
     *[(CT | {"format": stored, "config_groups": {"g": {"targets": ["Linear"], "weights": {
         "num_bits": bits, "type": "float", "strategy": "group", "group_size": 16}}}}, "group_size '16' is not supported in mxfp")
       for stored, bits in (("mxfp4-pack-quantized", 4), ("mxfp8-quantized", 8))],
-    *[({"quant_method": "modelopt", "quant_algo": name, "group_size": 16}, f"group_size '16' is not supported in {name}")
-      for name in ("MXFP4", "MXFP8")],
+    *[({"quant_method": "modelopt", "quant_algo": name, "group_size": size}, f"group_size '{size}' is not supported in {name}")
+      for name, size in (("MXFP4", 16), ("MXFP8", 16), ("NVFP4", 32), ("W4A16_NVFP4", 64))],
+    ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "config_groups": {"a": {"weights": {
+        "group_size": 32}}}}, "group_size '[16, 32]' are several sizes"),
     (CT | {"ignore": ["re:("]}, "is no regular expression"),
     *[(CT | {"ignore": [pattern]}, "may take very long to match") for pattern in
       ("re:(.+)+x", "re:(a|a)*b", r"re:(\\w|(x*)){0,9}y", "re:" + ".*a" * 6 + "x", r"re:[^]+*]*\\+[)]*((a{2,}))*")],
@@ -212,8 +228,12 @@ CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config
      "extra_config[q_proj].bits '4' is not supported beside floating-point codes"),
     ({"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": 0, "extra_config": {"q_proj": {"sym": True}}},
      "extra_config[q_proj].bits '8' is not supported beside floating-point codes"),
-    *[({"quant_method": "auto-round", "data_type": kind, "bits": 8, "group_size": [128, 128]},
-       "group_size '[128, 128]' is a block of outputs and inputs, which is not supported here") for kind in ("fp", "int")],
+    ({"quant_method": "auto-round", "data_type": "int", "bits": 8, "group_size": [128, 128]},
+     "group_size '[128, 128]' is a block of outputs and inputs, which is not supported here"),
+    ({"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": [128, 128], "weight_block_size": [64, 64]},
+     "group_size '[[128, 128], [64, 64]]' must be two sizes"),
+    ({"quant_method": "auto-round", "bits": 4, "extra_config": {"q_proj": {"bits": 8, "data_type": "fp", "group_size": -1}}},
+     "extra_config[q_proj].data_type 'fp' is not supported beside integer codes"),
     ({"quant_method": "gptq", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
     ({"quant_method": "fp8", "data_type": "int"}, "data_type 'int' is not supported"),
     ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: compressed-tensors, awq"),
@@ -490,6 +510,9 @@ def test_the_scales_of_gptqmodels_fp8_divide(method: str) -> None:
     ({"data_type": "fp", "bits": 8, "group_size": -1, "act_bits": 8, "activation_scheme": "static", "fmt": "e4m3"},
      "ct-fp8-channel", {}),
     ({"data_type": "fp", "bits": 8, "group_size": 0, "activation_scheme": "dynamic"}, "ct-fp8-tensor", {}),
+    *[({"data_type": "fp", "bits": 8, "group_size": [32, 48], "weight_block_size": [32, 48], "act_bits": 8, "act_group_size": 128,
+        "activation_scheme": "dynamic", "fmt": "e4m3", "ignored_layers": ["lm_head"]}, "ct-fp8-block", renamed)
+      for renamed in ({}, {"weight_scale": "weight_scale_inv"})],
     ({"quant_method": "modelopt", "quant_algo": "mxfp4"}, "ct-mxfp4", {"weight_packed": "weight"}),
     ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "ct-mxfp8", {}),
 ])

@@ -61,7 +61,9 @@ def test_wide_scales_keep_their_value_where_16_bits_can() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("group", "dtype", "bits"), [(16, torch.float8_e4m3fn, 4.5), (32, torch.uint8, 4.25), (64, torch.uint8, 4.125)]
+    ("group", "dtype", "bits"), [
+        (16, torch.float8_e4m3fn, 4.5), (32, torch.float8_e4m3fn, 4.25), (32, torch.uint8, 4.25), (64, torch.uint8, 4.125),
+    ]
 )
 def test_scales_that_are_bytes_stay_bytes(group: int, dtype: torch.dtype, bits: float, gated: bool) -> None:
     codes, _, _ = random_weight(7, 48, 1024, group)
