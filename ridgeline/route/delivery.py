@@ -47,6 +47,7 @@ _NOT_PASSED = frozenset({
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"te", b"trailer", b"upgrade",
     b"proxy-authenticate", b"x-request-id", b"request-id",
 })
+_TOO_LONG = "a replica refused the request, and its reason is too long to be passed on"
 _BROKEN = "the replica that wrote this answer has failed, and the answer cannot be continued exactly; send the request again"
 
 
@@ -188,7 +189,11 @@ class Delivery:
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
-        refusal = answer.status, headers, await answer.body(MOST_REFUSAL)
+        body = await answer.short_body(MOST_REFUSAL)
+        if body is None:                                 # some repeat the request's words: a long one is no failure of theirs
+            headers = [each for each in headers if each[0] == b"retry-after"] + [(b"content-type", b"application/json")]
+            body = error_body(_TOO_LONG, "invalid_request_error" if answer.status < 500 else "server_error")
+        refusal = answer.status, headers, body
         # A busy one's words go first: that another has no such model or key is no answer for the fleet.
         if self._refusal is None or self._refusal[0] not in _BUSY or answer.status in _BUSY:
             self._refusal = refusal
@@ -218,10 +223,10 @@ class Delivery:
             raise ReplicaFailure("its long answer does not say where it ends")
         self._is_whole = True
         await self._start(answer, answer.header(b"content-length"))
-        await send_part(self._send, body, more=True)
+        await send_part(self._send, body, more=True, behind=answer.held)
         del body
         async for piece in pieces:
-            await send_part(self._send, piece, more=True)
+            await send_part(self._send, piece, more=True, behind=answer.held)
         self._answered(replica, answer, ticket, None, None)
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -280,7 +285,7 @@ class Delivery:
                 events.shown = events.shown or not counted
                 before = self._fleet.now()
                 await self._start(answer)
-                await send_part(self._send, body, more=True)
+                await send_part(self._send, body, more=True, behind=answer.held)
                 self._held_up += self._fleet.now() - before
 
     async def _taken(self, part: Part) -> bytes:

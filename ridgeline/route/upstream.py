@@ -51,6 +51,7 @@ class Answer(asyncio.Protocol):
         self.unheard = 0                                 # checks in a row that the replica did not answer, without a byte here
         self._pieces: list[bytes] = []
         self._waiting = 0                                # bytes in _pieces
+        self._behind = 0                                 # bytes of those before that follow what was given out last
         self._unparsed = 0                               # bytes since the last of a body
         self._error = ""
         self._news = asyncio.Event()
@@ -66,7 +67,7 @@ class Answer(asyncio.Protocol):
         assert self._transport is not None
         self.status, self.headers, self.complete = 0, [], False
         self._pieces.clear()
-        self._waiting = self._unparsed = 0
+        self._waiting = self._behind = self._unparsed = 0
         self._news.clear()
         self._parser = httptools.HttpResponseParser(self)
         views = (memoryview(part) for part in body)
@@ -122,6 +123,7 @@ class Answer(asyncio.Protocol):
                 if self._transport is not None and not self._transport.is_closing():
                     self._transport.resume_reading()
                 for place in range(0, len(piece), LONG_BYTES):
+                    self._behind = max(0, len(piece) - place - LONG_BYTES)
                     yield piece[place : place + LONG_BYTES]
                     await asyncio.sleep(0)               # thousands of events may be in it: others have their turn
             elif self.complete:
@@ -129,13 +131,23 @@ class Answer(asyncio.Protocol):
             else:
                 await self._more()
 
+    def held(self) -> int:
+        """Bytes that have come and were not given out."""
+        return self._waiting + self._behind
+
     async def body(self, most: int) -> bytes:
         """All of a short one."""
+        if (body := await self.short_body(most)) is None:
+            raise ReplicaFailure(f"its answer is larger than {most} bytes")
+        return body
+
+    async def short_body(self, most: int) -> bytes | None:
+        """None: it is longer."""
         read, size = [], 0
         async for piece in self.pieces():
             size += len(piece)
             if size > most:
-                raise ReplicaFailure(f"its answer is larger than {most} bytes")
+                return None
             read.append(piece)
         return b"".join(read)
 

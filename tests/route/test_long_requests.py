@@ -9,22 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_replica import Behaviour, FakeReplica, Router
+from fake_replica import Behaviour, Call, FakeReplica, Router
 
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.replicas.prefix_tree import CHUNK, MOST_BYTES, chain_of
 from ridgeline.errors import Overloaded, TimedOut
 from ridgeline.route import body_facts, delivery, route_app
-from ridgeline.route.answer_events import MOST_READ, AnswerEvents
+from ridgeline.route.answer_events import HELD, MOST_READ, AnswerEvents
 from ridgeline.route.delivery import EVENTS_PER_TURN
 from ridgeline.route.forwarded_request import ForwardedRequest, forwarded
 from ridgeline.route.prompt_text import prompt_of, with_answer
 from ridgeline.route.route_process import FACTS_PROCESS
-from ridgeline.route.upstream import PIECE, Answer, Upstream
+from ridgeline.route.upstream import HIGH_WATER, PIECE, Answer, Upstream
 from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.http.admission import Body
 from ridgeline.server.http.connection_limits import READ_BYTES
 from ridgeline.server.long_bodies import MANY_BYTES, BodyReader, LongBodies
+from ridgeline.server.unread import BEHIND
 
 BODY = b"x" * (160 * PIECE)
 
@@ -214,6 +215,36 @@ def test_a_stream_of_a_thousand_events_at_once_leaves_others_their_turn(monkeypa
 
 def test_an_answer_that_is_too_deep_to_read_is_passed_on() -> None:
     assert delivery._read(b"[" * 50_000) == (None, "") == delivery._read(b'{"choices": "\xff"}')
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_waits_for_a_slow_client_is_counted_with_what_it_holds_here(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams held several times the bytes that were counted for them."""
+    async def test() -> None:
+        said = Behaviour(text="x" * 3 * HIGH_WATER, pieces=["x" * 1000] * (3 * HIGH_WATER // 1000))
+        async with FakeReplica(said) as replica:
+            router, send, counted, full = Router(replica), Call._send, list[int](), asyncio.Event()
+            receive = Answer.data_received
+
+            def received(self: Answer, data: bytes) -> None:
+                receive(self, data)
+                if self._waiting > HIGH_WATER:
+                    full.set()
+
+            async def slowly(self: Call, message: Any) -> None:
+                if message["type"] == "http.response.body" and not counted:
+                    await asyncio.wait_for(full.wait(), 60)
+                    counted.append(message[BEHIND]() - len(message["body"]))
+                await send(self, message)
+
+            monkeypatch.setattr(Answer, "data_received", received)
+            monkeypatch.setattr(Call, "_send", slowly)
+            monkeypatch.setattr(HELD, "most", 0)
+            call = await router.ask(chat("hi") | {"stream": stream})
+            assert call.status == 200 and counted[0] >= HIGH_WATER
+            router.fleet.close()
+
+    asyncio.run(asyncio.wait_for(test(), 120))
 
 
 def test_the_text_of_a_long_prompt_is_not_kept() -> None:

@@ -99,6 +99,18 @@ def test_a_wait_that_is_no_number_of_seconds_is_not_passed_on(given: str, told: 
     routed(test, FakeReplica(Behaviour(status=429, headers={"retry-after": given})))
 
 
+def test_a_long_refusal_is_no_failure_of_its_replica() -> None:
+    """Some repeat the name of a model that they do not have: three requests with a long name took all of them down."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        for _ in range(3):
+            call = await router.ask(CHAT | {"model": "m" * 100_000})
+            assert call.status == 404 and json.loads(call.body)["error"]["type"] == "invalid_request_error"
+        assert all(each.up and not each.failed for each in router.fleet.replicas)
+
+    refusal = answer({"error": {"message": "m" * 100_000}}, LINE.replace(b"200", b"404"))
+    routed(test, Scripted(refusal), Scripted(refusal))
+
+
 def test_headers_of_the_connection_to_a_replica_stay_there() -> None:
     async def test(router: Router, replica: FakeReplica) -> None:
         headers = (await router.ask(ASKED)).headers

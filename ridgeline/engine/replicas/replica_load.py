@@ -14,7 +14,9 @@ from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 
 TOLERANCE_TOKENS = 128               # that a prediction of cached tokens may be wrong by: blocks are computed whole …
 TOLERANCE_SHARE = 0.1                # … and text is only about proportional to tokens
-USUAL_OUTPUT = 128.0                 # tokens of an answer, until some have been seen
+USUAL_PROMPT = 256.0                 # tokens of a prompt, and …
+MOST_PER_TOKEN = 16.0                # bytes: a prompt with more has a picture in it, or is mostly blanks
+USUAL_OUTPUT = 128.0                 # … of an answer, until some have been seen
 NEWEST = 0.05                        # weight of a new answer in the means
 FEW = 64                             # times that are over and may be kept: numbers only
 
@@ -33,11 +35,15 @@ class Habits:
     """What the requests of all replicas have in common."""
 
     bytes_per_token: float = 4.0
+    prompt_tokens: float = USUAL_PROMPT  # of one prompt
     output_tokens: float = USUAL_OUTPUT
 
     def observe(self, prompt: RoutedPrompt, usage: Usage) -> None:
         if usage.prompt and prompt.text:
-            self.bytes_per_token += NEWEST * (prompt.num_bytes / usage.prompt - self.bytes_per_token)
+            self.prompt_tokens += NEWEST * (usage.prompt - self.prompt_tokens)
+            ratio = min(MOST_PER_TOKEN, prompt.num_bytes / usage.prompt)
+            # Of all bytes and all tokens, so that long prompts count more: a short one is mostly the tokens of its template.
+            self.bytes_per_token += NEWEST * usage.prompt / self.prompt_tokens * (ratio - self.bytes_per_token)
         if usage.completion:
             self.output_tokens += NEWEST * (usage.completion - self.output_tokens)
 

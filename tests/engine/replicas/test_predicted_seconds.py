@@ -47,6 +47,16 @@ def test_an_answer_in_one_piece_leaves_nothing_of_its_prompt() -> None:
     assert list(load.running.values()) == [first] and not load.silent
 
 
+@pytest.mark.parametrize("odd", [(10, 25), (3_000_000, 300)], ids=["hi", "a picture"])
+def test_the_length_of_prompts_is_learned_from_those_that_have_one(odd: tuple[int, int]) -> None:
+    """Of a picture's bytes few tokens are made, and of a greeting more than it has letters: long texts were misjudged tenfold."""
+    habits = Habits()
+    for number in range(400):
+        size, tokens = (12_000, 3_000) if number % 4 == 0 else odd
+        habits.observe(RoutedPrompt(b"x", 0, [], num_unkept=size - 1), Usage(tokens, 10))
+    assert 3.5 < habits.bytes_per_token < 8.0
+
+
 def test_a_line_is_learned_and_follows_a_change() -> None:
     line = Line(is_proportional=True)
     for number in range(100):
