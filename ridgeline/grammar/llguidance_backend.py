@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Fuel, not time: the same grammar is refused or accepted on every machine. A lexer state takes about 1.5 KB.
 _LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "max_grammar_size": 250_000, "verbose_errors": False}
+_SPELLED = 1024                      # forced texts whose tokens are remembered, of half a kilobyte at most
 # Whitespace between the parts of JSON: enough to indent, too little for a small model to emit blanks for ever.
 _BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"
 # Classes of tokens ("slices"): where the grammar has room for a text this long, all tokens of the class are allowed at once,
@@ -39,6 +41,8 @@ class LLGuidance:
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.tokenizer = _make_tokenizer(vocabulary)     # keeps Python's lock, for seconds with a large vocabulary
+        # A schema forces the same few texts in every answer.
+        self.spell: Callable[[bytes], list[int]] = lru_cache(_SPELLED)(self.tokenizer.tokenize_bytes)
 
     def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
         """The first mask is computed here too: it can be the most expensive by far, and copies share what it has learnt."""
@@ -48,10 +52,6 @@ class LLGuidance:
         if not made.is_error():
             made.compute_bitmask()
         return made
-
-    @property
-    def spell(self) -> Callable[[bytes], list[int]]:
-        return self.tokenizer.tokenize_bytes
 
 
 def is_llguidance(matcher: LibraryMatcher) -> bool:

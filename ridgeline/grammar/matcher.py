@@ -17,6 +17,7 @@ from ridgeline.grammar.llguidance_backend import is_llguidance
 from ridgeline.sampling_params import SamplingParams
 
 Spell = Callable[[bytes], list[int]]
+_SPECIAL = b"\xff"                   # begins a special token in the library's text; no UTF-8 has it
 _LONGEST_TOKEN = 32                  # bytes: of a long forced text only as much is spelled as drafts may be
 _FAILED = "the grammar of structured_outputs failed on this answer: "
 
@@ -118,7 +119,8 @@ class Matcher:
             text = self._matcher.compute_ff_bytes()                          # type: ignore[attr-defined]
             if not text or self._spell is None:
                 return list(self._matcher.compute_ff_tokens()[:most]) if text else []        # type: ignore[attr-defined]
-            return self._spell(text[: _LONGEST_TOKEN * most])[:most]
+            special = text.find(_SPECIAL)                # what comes behind it is the name of a token, not text
+            return self._spell(text[: min(_LONGEST_TOKEN * most, special if special >= 0 else len(text))])[:most]
         except Exception:                                # drafts are a favour: the answer goes on without them
             return []
 

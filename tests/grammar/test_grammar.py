@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -222,6 +223,9 @@ def test_forced_text_is_drafted_to_its_end(backend: str) -> None:
     whole = Matcher(compiled, asked, [258], made.spell)
     assert whole.forced(8) == [*b"wor", 256] and whole.forced(2) == [*b"wo"]
     assert all(whole.accept(token) for token in (*b"wor", 257)) and whole.forced(5) == [*b"x" * 5]
+    assert made.spell(b"wor") is made.spell(b"wor")      # a schema forces the same texts again and again
+    whole._matcher = SimpleNamespace(compute_ff_bytes=lambda: b"wo\xff[258]rld")         # type: ignore[assignment]
+    assert whole.forced(8) == [*b"wo"]                   # not what spells the name of a special token
 
 
 @pytest.mark.parametrize("threads", [1, 2])

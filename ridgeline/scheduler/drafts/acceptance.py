@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
-from ridgeline.scheduler.drafts.offer import EVIDENCE
+from ridgeline.scheduler.drafts.offer import EVIDENCE, FORCED
 from ridgeline.scheduler.sequence import Sequence
 
 # What is believed before anything was counted, and how many counts that is worth.
-_PRIORS = {"grammar": (0.9, 0.9, 0.9, 0.9), "prediction": (0.6, 0.7, 0.8, 0.9), DRAFT_MODEL: (0.7, 0.7, 0.7, 0.7)}
+_PRIORS = {FORCED: (0.9, 0.9, 0.9, 0.9), "prediction": (0.6, 0.7, 0.8, 0.9), DRAFT_MODEL: (0.7, 0.7, 0.7, 0.7)}
 _BY_EVIDENCE = (0.4, 0.5, 0.65, 0.8)
 _PRIOR_WEIGHT = 2.0
 _POSITION_WEIGHT = 8.0               # a position is believed to be like the one before it
@@ -53,6 +53,9 @@ class Sources:
         self.kinds = len(self.listed) // 2
         # Sources from this number on are the draft model's, which is the last proposer.
         self.first_on_device = sum(each.name != DRAFT_MODEL for each in self.listed)
+        # bool: their offers say something where they are not drafted, too. What grammars force is sure, and what a draft model
+        # says has to be made first.
+        self.watched = np.array([each.name not in (FORCED, DRAFT_MODEL) for each in self.listed], bool)
 
     def all_of(self, source: np.ndarray, name: str) -> bool:
         """Are all of these the proposer's of that name?"""

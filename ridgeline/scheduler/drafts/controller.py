@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from ridgeline.draft_options import MOST_DRAFTS
+from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources
-from ridgeline.scheduler.drafts.forced import Forced
 from ridgeline.scheduler.drafts.looking import OFF_RUN, Search
-from ridgeline.scheduler.drafts.offer import Paths, Proposer
+from ridgeline.scheduler.drafts.offer import FORCED, Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.weighing import Offers, Weighing, best_of_each_row, by_chance, cut, joined
@@ -76,6 +75,7 @@ class Controller:
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
         self._sources = Sources(each.name for each in self.proposers)
+        self._watched = [each for each in self.proposers if each.name not in (FORCED, DRAFT_MODEL)]      # see Sources.watched
         self._records = RowRecords(self._sources.kinds, native)
         self._weighing = Weighing(self._records, self._sources, self.acceptance, native, adaptive)
         self._honesty = Honesty()
@@ -101,7 +101,7 @@ class Controller:
     def waits(self) -> bool:
         """Not where drafts are not looked for, and not in steps that are to show what steps without drafts take."""
         looks = self.will_look and (not self._adaptive or not self._search.off_left)
-        return self.active and looks and any(proposer.name == Forced.name for proposer in self.proposers)
+        return self.active and looks and any(proposer.name == FORCED for proposer in self.proposers)
 
     @property
     def will_look(self) -> bool:
@@ -175,7 +175,7 @@ class Controller:
             paths = proposer.propose_all(rows.sequences, wanted)
             if paths is None:
                 continue
-            if rows.constrained:
+            if rows.constrained and proposer.name != FORCED:     # what a grammar forces it allows
                 cut(paths, {place: rows.sequences[place] for place in rows.constrained})
             pending = rows.pending[paths.places]
             enough = paths.ends > pending
@@ -194,7 +194,7 @@ class Controller:
         # What grammars force is right but for its spelling. If the step has waited for it, Worth says whether that pays in all.
         # Without overlap no step waits for more than another.
         has_waited = self.pace.now is not self.pace.ahead
-        if not self._adaptive or (has_waited and self._sources.all_of(offers.source, Forced.name)):
+        if not self._adaptive or (has_waited and self._sources.all_of(offers.source, FORCED)):
             return offers.whole(count, rows.room)
         made_for = self._made_for(rows, offers)
         if made_for is None and self._weighing.native is not None:
@@ -343,18 +343,17 @@ class Controller:
     def _watch_some(self, rows: DecodingRows) -> None:
         """Drafts do not pay. What a few rows would have had is compared with what comes."""
         watch = self._search.watch
-        places = watch.places(rows.sequences, self._step) if watch.room > 0 else []
-        free = self.proposers if self._small is None else self.proposers[:-1]
-        offers = self._offers(rows, free, places) if places and free else None
+        places = watch.places(rows.sequences, self._step) if self._watched and watch.room > 0 else []
+        offers = self._offers(rows, self._watched, places) if places else None
         if offers is not None:
             self._watch_others(rows, offers, np.zeros(len(rows.sequences), np.int64))
 
     def _watch_others(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> None:
         """Offers of rows that have no drafts in this step: each step begins with another, so that all have their turn."""
         watch = self._search.watch
-        if not self._adaptive or watch.room <= 0 or np.count_nonzero(width) == len(offers.places):
+        if not self._adaptive or not self._watched or watch.room <= 0 or np.count_nonzero(width) == len(offers.places):
             return
-        idle = ((width[offers.places] == 0) & ~offers.on_device & (offers.length > 0)).nonzero()[0].tolist()
+        idle = (self._sources.watched[offers.source] & (width[offers.places] == 0) & (offers.length > 0)).nonzero()[0].tolist()
         first = self._step % max(1, len(idle))
         for number in [*idle[first:], *idle[:first]]:
             if watch.room <= 0:

@@ -6,12 +6,12 @@ are drafts as all others, and verified.
 
 from __future__ import annotations
 
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow
+from ridgeline.scheduler.drafts.offer import EVIDENCE, FORCED, Offer, RowByRow
 from ridgeline.scheduler.sequence import Sequence
 
 
 class Forced(RowByRow):
-    name = "grammar"
+    name = FORCED
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
         matcher = sequence.matcher

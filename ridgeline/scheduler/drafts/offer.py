@@ -22,6 +22,7 @@ import numpy as np
 from ridgeline.scheduler.sequence import Sequence
 
 Native = Callable[..., None]         # a function of the native library, which the engine hands over: this half knows no kernels
+FORCED = "grammar"                   # the proposer of what grammars force
 EVIDENCE = 4                         # grades of evidence, the last the strongest
 _GRADES = (3, 5, 9)                  # matched tokens from which on the evidence is of grade 1, 2, 3
 

@@ -393,13 +393,10 @@ def test_the_better_of_two_proposers_is_taken() -> None:
 
 
 class _Forces:
-    """A grammar that leaves two tokens."""
+    """A grammar that leaves two tokens. It is not asked whether it allows them."""
 
     def forced(self, most: int) -> list[int]:
         return [100, 101][:most]
-
-    def allowed(self, tokens: list[int]) -> int:
-        return len(tokens)
 
 
 def _with_grammar(waited: bool, count: int = 1) -> DecodingRows:
@@ -504,6 +501,20 @@ def test_without_overlap_forced_tokens_are_weighed_as_all_others(right: bool) ->
             controller.observe(rows.sequences, np.array([width]), np.array([accepted]), 1e-3)
         tried += width
     assert tried > 100 if right else tried < 20
+
+
+@pytest.mark.parametrize(("proposer", "compared"), [(Forced(), False), (Scripted(), True)])
+def test_what_grammars_force_is_not_compared_where_it_is_not_drafted(proposer: Forced | Scripted, compared: bool) -> None:
+    """It is right anyway."""
+    controller = Controller([proposer], Pace(ShapeTimes(bold)), 4)
+    plain = asked([make_sequence(each) for each in range(3)])
+    rows = _with_grammar(waited=False, count=3) if isinstance(proposer, Forced) else plain
+    rows.room = 1
+    for _ in range(5):                                   # the first ones measure steps without drafts
+        controller.timed(3, 3, 1, rows.keys, 3e-3, 0)
+        planned = controller.plan(rows)
+    assert planned is not None and int(planned.width.sum()) == 1
+    assert controller._search.watch.busy == compared
 
 
 def test_only_grammars_are_waited_for() -> None:
