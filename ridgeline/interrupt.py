@@ -42,10 +42,11 @@ def import_module(name: str) -> ModuleType:
     that Ctrl-C raises in there for a numpy that is not installed: it goes on, and fails much later."""
     guard_imports()
     try:
-        __import__(name)
+        import importlib
+
+        return importlib.import_module(name)
     finally:
         end_guard()
-    return sys.modules[name]
 
 
 def was_interrupted(error: BaseException | None) -> bool:

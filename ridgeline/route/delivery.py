@@ -245,7 +245,7 @@ class Delivery:
         replica.answered()
         if answer.status == 200 and self._request.method == "POST":
             now = self._fleet.now()
-            is_usual = ticket.sent > replica.silence.ended and self._held_up <= HELD_UP * (now - ticket.sent)
+            is_usual = replica.was_heard(ticket.sent) and self._held_up <= HELD_UP * (now - ticket.sent)
             replica.load.finish(ticket, now, usage, self._whole_chain(text), is_usual)
             self._fleet.answered(replica, usage)
 

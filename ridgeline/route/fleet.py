@@ -25,6 +25,7 @@ from ridgeline.server.observe.prometheus import Families, Labels, written
 from ridgeline.version import __version__
 
 MOST_BODIES = 512 * 2**20            # bytes of all long bodies: each is kept until its answer is complete
+LOOK_PAUSE = 5.0                     # times as long as the last checks out of turn took, until the next
 KEY_VARIABLE = "RIDGELINE_ROUTE_KEY"         # for all replicas; with _1, _2, … for one
 
 
@@ -46,6 +47,7 @@ class Fleet:
         self.bodies = HeldBodies(MOST_BODIES, options.max_body_bytes)
         self.stopping = False
         self._look: asyncio.Future[None] | None = None   # checks of those that are down, out of turn
+        self._next_look = 0.0
         self.counts: Counter[str] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
         self.predicted_first_token = Histogram(FIRST_TOKEN_SECONDS)
@@ -62,7 +64,8 @@ class Fleet:
     async def choose_any(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
         """Where none is left, those that are down are checked at once: one may just have been restarted."""
         number = self.choose(prompt, tried)
-        if number is None and any(not each.up for place, each in enumerate(self.replicas) if place not in tried):
+        is_down = any(not each.up for place, each in enumerate(self.replicas) if place not in tried)
+        if number is None and is_down and self.now() >= self._next_look:
             if self._look is None or self._look.done():
                 self._look = asyncio.ensure_future(self._look_again())
             await asyncio.shield(self._look)             # one for all requests that wait for it
@@ -70,7 +73,10 @@ class Fleet:
         return number
 
     async def _look_again(self) -> None:
+        began = self.now()
         await asyncio.gather(*(each.look_again() for each in self.replicas if not each.up))
+        # Where a replica does not even refuse, most requests are told at once that there is none.
+        self._next_look = self.now() + LOOK_PAUSE * (self.now() - began)
 
     def nothing_usable(self) -> Exception:
         """Why no replica can take a request, for its client."""
@@ -92,6 +98,8 @@ class Fleet:
         return "ok" if any(each.up for each in self.replicas) else "down"
 
     def close(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
         for each in self.replicas:
             each.upstream.close()
 

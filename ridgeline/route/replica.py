@@ -58,6 +58,10 @@ class Replica:
         """Whether it had better be chosen last."""
         return self._is_unheard or self.silence.is_silent(now)
 
+    def was_heard(self, since: float) -> bool:
+        """Whether it has answered all the time: of a silence no times are learned."""
+        return not self._is_unheard and since > self.silence.ended
+
     def answered(self) -> None:
         """A request. It does not bring back one that is down: while a server stops it finishes what it has."""
         if self.up:
@@ -106,7 +110,8 @@ class Replica:
             self.upstream.unheard()
             self.fail(str(error) or f"/health takes longer than {seconds:g} s")
             return
-        self._is_unheard = False
+        if self._is_unheard:
+            self._is_unheard, self.silence.ended = False, self._now()
         self.upstream.heard()
         if status == 503:                                # it loads or stops, and says so: down at once
             self.failed = self._most_failures - 1

@@ -96,6 +96,24 @@ def test_a_rolling_restart_fails_no_request() -> None:
     routed(test, FakeReplica(), FakeReplica())
 
 
+def test_requests_do_not_wait_again_and_again_for_a_replica_that_does_not_even_refuse() -> None:
+    async def test(router: Router, replica: FakeReplica) -> None:
+        (one,) = router.fleet.replicas
+        one.up, looks = False, list[float]()
+
+        async def slow() -> None:
+            looks.append(router.seconds)
+            router.seconds += 1.0
+
+        one.look_again = slow                                # type: ignore[method-assign]
+        for _ in range(16):
+            assert (await router.ask(CHAT)).status == 503
+            router.seconds += 0.5
+        assert looks == [0.0, 6.0]
+
+    routed(test, FakeReplica())
+
+
 def test_replicas_that_are_killed_under_load_fail_no_stream_that_can_be_continued() -> None:
     async def test(router: Router, *replicas: FakeReplica) -> None:
         for number, replica in enumerate(replicas):

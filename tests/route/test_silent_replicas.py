@@ -116,15 +116,24 @@ def test_a_check_without_an_answer_makes_a_replica_the_last_choice() -> None:
     """A process that stands still is down after three of them, half a minute later."""
     async def test(router: Router, *replicas: FakeReplica) -> None:
         one = router.fleet.replicas[0]
+        holds = asyncio.Event(), asyncio.Event()
+        running = [await asked(router, replicas[0], Behaviour(hold=each)) for each in holds]
         await one.check(0.0)
         assert one.up and router.fleet.usable() == [0, 1]
         for _ in range(4):
             await router.ask(CHAT)
-        assert not replicas[0].seen
+        assert len(replicas[0].seen) == 2
+        holds[0].set()
+        await running[0].task
+        router.seconds += 1.0
         await one.check(60.0)
+        holds[1].set()
+        await running[1].task
+        assert not one.load.times.decode.weight              # of what was there meanwhile no times are learned
+        router.seconds += 1.0
         for _ in range(4):
             await router.ask(CHAT)
-        assert len(replicas[0].seen) == 2
+        assert len(replicas[0].seen) == 4 and one.load.times.decode.weight
 
     routed(test, FakeReplica(), FakeReplica())
 

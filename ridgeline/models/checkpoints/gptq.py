@@ -133,8 +133,21 @@ def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None
             continue
         own = _own(overrides, f"{section.where}.dynamic[{pattern}]")
         rules.append((matching, _overridden(own, section, version)))
+    rules += _extra_rules(section, version)
+    blocks = section.of("modules_in_block_to_quantize", list)
+    if blocks:
+        names = [name for group in blocks for name in (group if isinstance(group, list) else [group])]
+        if not all(isinstance(name, str) for name in names):
+            raise section.error("modules_in_block_to_quantize", blocks, "must be a list of names, or of lists of names")
+        rules.append((rf"(?!{'|'.join(component(name) for name in names)}$).*", None))
+    return rules
+
+
+def _extra_rules(section: Section, version: str) -> list[tuple[str, Recipe | None]]:
+    """auto-round's way of saying the same."""
+    rules: list[tuple[str, Recipe | None]] = []
     extra = section.section("extra_config") or Section({}, "")
-    for name in sorted(extra.raw, key=lambda name: bool(_PATTERN.search(name))):         # auto-round's way of saying the same
+    for name in sorted(extra.raw, key=lambda name: bool(_PATTERN.search(name))):
         overrides = extra.raw[name]
         own = _own(overrides, f"{section.where}.extra_config[{name}]")
         own.skip(*_HISTORY)
@@ -143,12 +156,6 @@ def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None
             raise own.error("data_type", kind, "is not supported beside integer codes; supported: int, and any in 16 bits")
         own.skip(*(("bits", "group_size", "sym") if wide else ()))
         rules.append((_extra_name(name, section), None if wide else _overridden(own, section, version)))
-    blocks = section.of("modules_in_block_to_quantize", list)
-    if blocks:
-        names = [name for group in blocks for name in (group if isinstance(group, list) else [group])]
-        if not all(isinstance(name, str) for name in names):
-            raise section.error("modules_in_block_to_quantize", blocks, "must be a list of names, or of lists of names")
-        rules.append((rf"(?!{'|'.join(component(name) for name in names)}$).*", None))
     return rules
 
 
