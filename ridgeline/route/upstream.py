@@ -190,7 +190,8 @@ class Answer(asyncio.Protocol):
         if self._unparsed > MOST_HEAD:
             self._error = f"a head of its answer is larger than {MOST_HEAD} bytes"
             self.close()
-        if self._waiting > HIGH_WATER and self._transport is not None and not self._transport.is_closing():
+        # Where no piece waits, nothing would let it go on: what was given out last may be all that is held.
+        if self._pieces and self._waiting > HIGH_WATER and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
         self._news.set()
 

@@ -247,6 +247,41 @@ def test_what_waits_for_a_slow_client_is_counted_with_what_it_holds_here(stream:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
+def test_what_a_slow_client_took_last_does_not_stop_the_replica_for_good() -> None:
+    """A chunk's head, alone, behind what was being given out: the replica was made to wait, and nothing let it go on."""
+    class Pauses(asyncio.Transport):
+        is_paused = False
+
+        def write(self, data: bytes | bytearray | memoryview) -> None: ...
+
+        def is_closing(self) -> bool:
+            return False
+
+        def pause_reading(self) -> None:
+            self.is_paused = True
+
+        def resume_reading(self) -> None:
+            self.is_paused = False
+
+    async def test() -> None:
+        answer, transport, chunk = Answer(), Pauses(), HIGH_WATER + LONG_BYTES + 1
+        answer.connection_made(transport)
+        await answer.send(b"GET", [])
+        answer.data_received(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b" % (chunk, b"x" * chunk))
+        assert transport.is_paused
+        pieces = answer.pieces()
+        num_bytes = len(await anext(pieces))
+        assert not transport.is_paused and answer.held() > HIGH_WATER
+        answer.data_received(b"\r\n1\r\n")
+        while num_bytes < chunk:
+            num_bytes += len(await anext(pieces))
+        assert not transport.is_paused
+        answer.data_received(b"y\r\n0\r\n\r\n")
+        assert [each async for each in pieces] == [b"y"]
+
+    asyncio.run(test())
+
+
 def test_the_text_of_a_long_prompt_is_not_kept() -> None:
     text = "0123456789abcdef" * (MOST_BYTES // 8)
     prompt = prompt_of(chat(text))
