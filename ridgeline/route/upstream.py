@@ -118,8 +118,7 @@ class Answer(asyncio.Protocol):
             if self._pieces:
                 piece = b"".join(self._pieces)           # a replica may send chunks of one byte
                 self._pieces.clear()
-                if self._transport is not None and not self._transport.is_closing():
-                    self._transport.resume_reading()
+                self._read_on()
                 for place in range(0, len(piece), LONG_BYTES):
                     part = piece[place : place + LONG_BYTES]
                     self._waiting -= len(part)
@@ -128,7 +127,12 @@ class Answer(asyncio.Protocol):
             elif self.complete:
                 return
             else:
+                self._read_on()                          # bytes of no body may have come when much waited
                 await self._more()
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def held(self) -> int:
         """Bytes that have come and were not given out."""
@@ -190,8 +194,7 @@ class Answer(asyncio.Protocol):
         if self._unparsed > MOST_HEAD:
             self._error = f"a head of its answer is larger than {MOST_HEAD} bytes"
             self.close()
-        # Where no piece waits, nothing would let it go on: what was given out last may be all that is held.
-        if self._pieces and self._waiting > HIGH_WATER and self._transport is not None and not self._transport.is_closing():
+        if self._waiting > HIGH_WATER and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
         self._news.set()
 

@@ -247,39 +247,41 @@ def test_what_waits_for_a_slow_client_is_counted_with_what_it_holds_here(stream:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
-def test_what_a_slow_client_took_last_does_not_stop_the_replica_for_good() -> None:
-    """A chunk's head, alone, behind what was being given out: the replica was made to wait, and nothing let it go on."""
-    class Pauses(asyncio.Transport):
-        is_paused = False
-
-        def write(self, data: bytes | bytearray | memoryview) -> None: ...
-
-        def is_closing(self) -> bool:
-            return False
+def test_a_connection_that_waits_for_more_is_read() -> None:
+    """Bytes of no body stop the reading, too, while much of what came before waits."""
+    class Transport(asyncio.Transport):
+        is_read = True
 
         def pause_reading(self) -> None:
-            self.is_paused = True
+            self.is_read = False
 
         def resume_reading(self) -> None:
-            self.is_paused = False
+            self.is_read = True
+
+        def write(self, data: Any) -> None:
+            pass
 
     async def test() -> None:
-        answer, transport, chunk = Answer(), Pauses(), HIGH_WATER + LONG_BYTES + 1
+        transport, answer, body = Transport(), Answer(), b"x" * 2 * HIGH_WATER
+        transport.is_closing = lambda: False                 # type: ignore[method-assign]
         answer.connection_made(transport)
-        await answer.send(b"GET", [])
-        answer.data_received(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b" % (chunk, b"x" * chunk))
-        assert transport.is_paused
-        pieces = answer.pieces()
-        num_bytes = len(await anext(pieces))
-        assert not transport.is_paused and answer.held() > HIGH_WATER
-        answer.data_received(b"\r\n1\r\n")
-        while num_bytes < chunk:
-            num_bytes += len(await anext(pieces))
-        assert not transport.is_paused
-        answer.data_received(b"y\r\n0\r\n\r\n")
-        assert [each async for each in pieces] == [b"y"]
+        await answer.send(b"", [])
+        answer.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b" % (len(body), body))
+        assert not transport.is_read
+        pieces, read = answer.pieces(), 0
+        while read < len(body):
+            read += len(await anext(pieces))
+            if read == LONG_BYTES:
+                assert transport.is_read
+                answer.data_received(b"\r\n")
+                assert not transport.is_read
+        waiting = asyncio.ensure_future(anext(pieces, None))
+        while not transport.is_read:
+            await asyncio.sleep(0)
+        answer.data_received(b"0\r\n\r\n")
+        assert await waiting is None and answer.complete
 
-    asyncio.run(test())
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_the_text_of_a_long_prompt_is_not_kept() -> None:
