@@ -53,9 +53,9 @@ BESIDE: dict[str, Beside] = {
     "experts": Beside("qwen3_moe"),
     "latents": Beside("deepseek_v2"),
     "chunks": Beside("llama", {"max_num_batched_tokens": 16}, lambda core: core.scheduler.counters.chunks > 0),
-    "preemption": Beside("llama", {"num_gpu_blocks_override": 34, "enable_prefix_caching": False}, lambda core: bool(
-        core.scheduler.counters.preemptions
-    )),
+    "preemption": Beside("llama", {              # on a busy machine prompts would come in smaller chunks
+        "num_gpu_blocks_override": 34, "enable_prefix_caching": False, "step_time_ms": 0.0,
+    }, lambda core: core.scheduler.counters.preemptions > 0),
     "overlap": Beside("gemma2", {"async_scheduling": True}),
     "deterministic": Beside("llama", {"deterministic": True}),
     "two ranks": Beside("llama", {"tensor_parallel_size": 2}),
