@@ -284,6 +284,8 @@ class Delivery:
             if body := b"".join(passed):
                 events.shown = events.shown or not counted
                 before = self._fleet.now()
+                if events.shown:                         # a tool's call, too, which is no text
+                    replica.silence.heard(ticket.serial, before)
                 await self._start(answer)
                 await send_part(self._send, body, more=True, behind=answer.held)
                 self._held_up += self._fleet.now() - before
@@ -300,7 +302,7 @@ class Delivery:
 
     def _began(self, replica: Replica, ticket: Ticket) -> None:
         now = self._fleet.now()
-        replica.silence.heard(ticket.serial, now)
+        replica.silence.heard(ticket.serial, now)        # also where the client has it from another one
         if replica.load.first_token(ticket, now):
             self._fleet.first_token.observe(ticket.first - ticket.sent)
             self._fleet.predicted_first_token.observe(ticket.predicted.first_token)

@@ -50,8 +50,7 @@ class Answer(asyncio.Protocol):
         self._is_second = False                          # what is parsed now is not the answer any more
         self.unheard = 0                                 # checks in a row that the replica did not answer, without a byte here
         self._pieces: list[bytes] = []
-        self._waiting = 0                                # bytes in _pieces
-        self._behind = 0                                 # bytes of those before that follow what was given out last
+        self._waiting = 0                                # bytes that have come and were not given out
         self._unparsed = 0                               # bytes since the last of a body
         self._error = ""
         self._news = asyncio.Event()
@@ -67,7 +66,7 @@ class Answer(asyncio.Protocol):
         assert self._transport is not None
         self.status, self.headers, self.complete = 0, [], False
         self._pieces.clear()
-        self._waiting = self._behind = self._unparsed = 0
+        self._waiting = self._unparsed = 0
         self._news.clear()
         self._parser = httptools.HttpResponseParser(self)
         views = (memoryview(part) for part in body)
@@ -119,21 +118,25 @@ class Answer(asyncio.Protocol):
             if self._pieces:
                 piece = b"".join(self._pieces)           # a replica may send chunks of one byte
                 self._pieces.clear()
-                self._waiting = 0
-                if self._transport is not None and not self._transport.is_closing():
-                    self._transport.resume_reading()
+                self._read_on()
                 for place in range(0, len(piece), LONG_BYTES):
-                    self._behind = max(0, len(piece) - place - LONG_BYTES)
-                    yield piece[place : place + LONG_BYTES]
+                    part = piece[place : place + LONG_BYTES]
+                    self._waiting -= len(part)
+                    yield part
                     await asyncio.sleep(0)               # thousands of events may be in it: others have their turn
             elif self.complete:
                 return
             else:
+                self._read_on()                          # bytes of no body may have come when much waited
                 await self._more()
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def held(self) -> int:
         """Bytes that have come and were not given out."""
-        return self._waiting + self._behind
+        return self._waiting
 
     async def body(self, most: int) -> bytes:
         """All of a short one."""

@@ -247,6 +247,43 @@ def test_what_waits_for_a_slow_client_is_counted_with_what_it_holds_here(stream:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
+def test_a_connection_that_waits_for_more_is_read() -> None:
+    """Bytes of no body stop the reading, too, while much of what came before waits."""
+    class Transport(asyncio.Transport):
+        is_read = True
+
+        def pause_reading(self) -> None:
+            self.is_read = False
+
+        def resume_reading(self) -> None:
+            self.is_read = True
+
+        def write(self, data: Any) -> None:
+            pass
+
+    async def test() -> None:
+        transport, answer, body = Transport(), Answer(), b"x" * 2 * HIGH_WATER
+        transport.is_closing = lambda: False                 # type: ignore[method-assign]
+        answer.connection_made(transport)
+        await answer.send(b"", [])
+        answer.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b" % (len(body), body))
+        assert not transport.is_read
+        pieces, read = answer.pieces(), 0
+        while read < len(body):
+            read += len(await anext(pieces))
+            if read == LONG_BYTES:
+                assert transport.is_read
+                answer.data_received(b"\r\n")
+                assert not transport.is_read
+        waiting = asyncio.ensure_future(anext(pieces, None))
+        while not transport.is_read:
+            await asyncio.sleep(0)
+        answer.data_received(b"0\r\n\r\n")
+        assert await waiting is None and answer.complete
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_the_text_of_a_long_prompt_is_not_kept() -> None:
     text = "0123456789abcdef" * (MOST_BYTES // 8)
     prompt = prompt_of(chat(text))

@@ -183,6 +183,23 @@ def test_a_client_that_reads_slowly_does_not_make_its_replica_slow(monkeypatch: 
     routed(test, FakeReplica())
 
 
+def test_a_tool_call_is_an_answer() -> None:
+    """It has no text: a replica that wrote long ones was taken to be silent, and the more so when they were complete."""
+    async def test(router: Router, replica: FakeReplica) -> None:
+        call = await asked(router, replica, Behaviour(tool=True, hold=(hold := asyncio.Event())))
+        while b"one" not in call.body:
+            call.news.clear()
+            await call.news.wait()
+        router.seconds += LATE
+        assert not router.fleet.replicas[0].is_silent(router.seconds)
+        hold.set()
+        await call.task
+        router.seconds += LATE
+        assert call.is_complete and not router.fleet.replicas[0].is_silent(router.seconds)
+
+    routed(test, FakeReplica())
+
+
 def test_pages_and_log_tell_of_a_silent_replica(caplog: pytest.LogCaptureFixture) -> None:
     async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
         one = router.fleet.replicas[0]
@@ -238,6 +255,20 @@ def test_one_late_request_is_no_silence_while_others_are_answered() -> None:
         silence.heard(2, float(second))
         assert not silence.is_silent(float(second))
     assert len(silence.late(199.0)) == 1 and silence.is_silent(199.0 + LATE)
+
+
+def test_what_waits_at_a_replica_that_answers_others_keeps_its_place() -> None:
+    """After a burst all replicas were full, and exchanged what had waited for a minute: it began to wait again."""
+    moved: list[int] = []
+    silence = Silence(Patience())
+    for number in range(100):
+        silence.sent(number, True, 0.0, 1.0, lambda number=number: moved.append(number))     # type: ignore[misc]
+    for number in range(98):
+        silence.heard(number, 2.0 * number)
+        silence.move_late(2.0 * number)
+    assert not moved
+    silence.move_late(194.0 + LATE)                          # now it stands still
+    assert moved == [98, 99]
 
 
 def test_a_replica_that_late_requests_have_left_is_tried_with_one_at_a_time() -> None:

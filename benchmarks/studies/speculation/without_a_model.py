@@ -34,7 +34,7 @@ from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.ngram import Ngram
 from ridgeline.scheduler.drafts.ngram_table import NgramTable
 from ridgeline.scheduler.drafts.offer import Offer, Proposer, RowByRow
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes
 from ridgeline.scheduler.drafts.suffix import Suffix
 from ridgeline.scheduler.drafts.watch import Watch
 from ridgeline.scheduler.sequence import Sequence, Turn
@@ -117,7 +117,7 @@ class Blind(Watch):
 
     room = 0
 
-    def keep(self, sequence: Sequence, pending: int, tokens: list[int], source: int) -> None:
+    def keep(self, sequence: Sequence, pending: int, tokens: list[int], source: int, slot: int) -> None:
         """Nothing."""
 
 
@@ -145,7 +145,7 @@ def noticed(case: str, watch: bool, seed: int) -> tuple[int, int]:
     rows, copying, seconds, speaks = CASES[case]
     rng, proposer = random.Random(seed), Copies(speaks)
     graphs = None if seconds is on_a_cpu else GRAPHS
-    chosen = Controller([proposer], ShapeTimes(lambda tokens, keys: 3e-3 + 2e-8 * keys, graphs), MOST_DRAFTS)
+    chosen = Controller([proposer], Pace(ShapeTimes(lambda tokens, keys: 3e-3 + 2e-8 * keys, graphs)), MOST_DRAFTS)
     looking._MOST_SKIPPED = NOW if watch else BEFORE
     if not watch:
         chosen._search.watch = Blind()

@@ -94,7 +94,10 @@ class Silence:
         return [each for of in (self._streams, self._pieces) for each in of.values() if each.is_late(now)]
 
     def move_late(self, now: float) -> int:
-        """Send elsewhere what is far too late, and can go; how many."""
+        """Send elsewhere what is far too late, and can go; how many. A replica that answers others is only full: elsewhere they
+        would begin to wait again."""
+        if not self.is_silent(now):
+            return 0
         far = [each for each in self._streams.values() if each.move is not None and now > each.sent + FAR * each.patience]
         for each in far:
             assert each.move is not None

@@ -30,6 +30,7 @@ from ridgeline.scheduler.drafts.looking import OFF_RUN, Search
 from ridgeline.scheduler.drafts.offer import FORCED, Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
+from ridgeline.scheduler.drafts.watch import BESIDE
 from ridgeline.scheduler.drafts.weighing import Offers, Weighing, best_of_each_row, by_chance, cut, joined
 from ridgeline.scheduler.sequence import Sequence
 
@@ -353,15 +354,20 @@ class Controller:
         watch = self._search.watch
         if not self._adaptive or not self._watched or watch.room <= 0 or np.count_nonzero(width) == len(offers.places):
             return
-        idle = (self._sources.watched[offers.source] & (width[offers.places] == 0) & (offers.length > 0)).nonzero()[0].tolist()
-        first = self._step % max(1, len(idle))
+        own = width[offers.places]
+        idle = (self._sources.watched[offers.source] & (own == 0) & (offers.length > 0)).nonzero()[0].tolist()
+        first, left = self._step % max(1, len(idle)), min(watch.room, BESIDE) if np.count_nonzero(own) else watch.room
         for number in [*idle[first:], *idle[:first]]:
-            if watch.room <= 0:
-                break
             place = int(offers.places[number])
+            sequence = rows.sequences[place]
+            if watch.watches(sequence):
+                continue
             pending = int(rows.pending[place])
             path = offers.paths.tokens[number, : pending + int(offers.length[number])].tolist()
-            watch.keep(rows.sequences[place], pending, path, int(offers.source[number]))
+            watch.keep(sequence, pending, path, int(offers.source[number]), int(offers.slots[number]))
+            left -= 1
+            if left <= 0:
+                break
 
     def _learn_from_watched(self, rows: DecodingRows) -> None:
         """What was not drafted counts for its row as a draft does. Where that shows that a proposer has become better than what
@@ -385,8 +391,7 @@ class Controller:
             self._looked = _NEVER
 
     def _drafts(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> Drafts:
-        if self._search.watch.busy:
-            self._search.watch.drop(rows.sequences[place] for place in np.flatnonzero(width).tolist())
+        self._search.watch.drafted(offers.slots[width[offers.places] > 0])
         self._weighing.send(offers, width, self._adaptive)
         reach, tokens = int((width + rows.pending).max()), offers.paths.tokens
         if len(offers.places) < len(width) or tokens.shape[1] < reach or offers.num_offering(width) < len(offers.places):
@@ -465,7 +470,7 @@ class Controller:
 
     def ended(self, sequence: Sequence) -> None:
         self._records.forget(sequence)
-        self._search.watch.drop((sequence,))
+        self._search.watch.ended(sequence)
         self._predicted.pop(sequence, None)
         for proposer in self.proposers:
             proposer.ended(sequence)

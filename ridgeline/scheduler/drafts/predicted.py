@@ -9,8 +9,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
+
 from ridgeline.scheduler.drafts.gram_index import GramIndex
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow, grade
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, Paths, RowByRow, grade
 from ridgeline.scheduler.sequence import Sequence
 
 _FEWEST = 2                          # tokens that must match to find the place again
@@ -31,6 +33,12 @@ class Predicted(RowByRow):
 
     def __init__(self) -> None:
         self._states: dict[Sequence, _State] = {}        # until ended()
+
+    def propose_all(self, sequences: list[Sequence], most: np.ndarray) -> Paths | None:
+        """Mostly no request has a prediction."""
+        if not any(sequence.request.predicted_token_ids for sequence in sequences):
+            return None
+        return super().propose_all(sequences, most)
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
         predicted = sequence.request.predicted_token_ids

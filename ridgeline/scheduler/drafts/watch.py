@@ -6,7 +6,6 @@ compared with what the model then said. A few rows are watched at a time, so the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from ridgeline.scheduler.sequence import Sequence
 
 _MOST = 16                           # rows that are watched at once
+BESIDE = 4                           # that a step with drafts begins to watch: its own say enough of what drafts are worth
 _DEEP = 4                            # drafts of each that are compared
 _KEEPS = 0.9                         # of the counts of a source with each comparison: what came lately counts
 _FEWEST = 6.0                        # counted drafts from which on a source's rate is believed
@@ -28,6 +28,7 @@ class _Guess:
     pending: int                     # of `tokens`, the first are what steps in flight were to bring
     tokens: list[int]
     source: int
+    slot: int                        # of the row's record
 
 
 @dataclass(slots=True)
@@ -46,10 +47,6 @@ class Watch:
         self._counts: dict[int, tuple[float, float]] = {}        # by source: drafts compared, and right, lately
 
     @property
-    def busy(self) -> bool:
-        return bool(self._open)
-
-    @property
     def room(self) -> int:
         return _MOST - len(self._open)
 
@@ -59,25 +56,41 @@ class Watch:
         turned = ((place + step) % count for place in range(min(count, 2 * _MOST)))
         return [place for place in turned if sequences[place] not in self._open][: self.room]
 
-    def keep(self, sequence: Sequence, pending: int, tokens: list[int], source: int) -> None:
-        self._open.setdefault(sequence, _Guess(sequence, len(sequence.tokens), pending, tokens[: pending + _DEEP], source))
+    def watches(self, sequence: Sequence) -> bool:
+        return sequence in self._open
 
-    def drop(self, sequences: Iterable[Sequence]) -> None:
-        """They have ended, or have drafts: a step counts these."""
-        for sequence in sequences:
-            self._open.pop(sequence, None)
+    def keep(self, sequence: Sequence, pending: int, tokens: list[int], source: int, slot: int) -> None:
+        """Of a row that is not watched."""
+        self._open[sequence] = _Guess(sequence, len(sequence.tokens), pending, tokens[: pending + _DEEP], source, slot)
+
+    def ended(self, sequence: Sequence) -> None:
+        self._open.pop(sequence, None)
+
+    def drafted(self, slots: np.ndarray) -> None:
+        """Rows with these records have drafts: a step counts them."""
+        if self._open:
+            drafted = {*slots.tolist()}
+            for guess in [guess for guess in self._open.values() if guess.slot in drafted]:
+                del self._open[guess.sequence]
 
     def seen(self) -> Seen | None:
         """What has become of guesses, each once; None: nothing yet."""
         found = []
-        for guess in list(self._open.values()):
+        for guess in self._open.values():
             came = guess.sequence.tokens[guess.begin : guess.begin + len(guess.tokens)].tolist()
-            right = next((place for place, token in enumerate(came) if token != guess.tokens[place]), len(came))
-            if right < len(came) or len(came) == len(guess.tokens):
-                found.append((guess, max(0, right - guess.pending)))
-                del self._open[guess.sequence]
+            if came == guess.tokens[: len(came)]:
+                right = len(came)
+                if right < len(guess.tokens):
+                    continue
+            else:
+                right = 0
+                while came[right] == guess.tokens[right]:
+                    right += 1
+            found.append((guess, max(0, right - guess.pending)))
         if not found:
             return None
+        for guess, _ in found:
+            del self._open[guess.sequence]
         width = np.array([len(guess.tokens) - guess.pending for guess, _ in found])
         accepted = np.array([right for _, right in found])
         for (guess, _), own, right in zip(found, width.tolist(), accepted.tolist(), strict=True):

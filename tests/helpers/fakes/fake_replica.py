@@ -25,6 +25,7 @@ from ridgeline.server.long_bodies import BodyReader
 class Behaviour:
     text: str = "one two three four"
     pieces: list[str] | None = None      # of the text, if they are not its words
+    tool: bool = False                   # they are the arguments of a tool's call
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     dies_after: int | None = None        # events, then the connection breaks
@@ -121,7 +122,9 @@ class FakeReplica:
             return whole(writer, 200, {"choices": [message], "usage": usage}, said.headers)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         pieces = said.pieces or [word + " " for word in said.text.split()]
-        events = [{"role": "assistant", "content": ""}, *({"content": each} for each in pieces)]
+        deltas = [{"tool_calls": [{"index": 0, "function": {"arguments": each}}]} if said.tool else {"content": each}
+                  for each in pieces]
+        events: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, *deltas]
         for number, delta in enumerate(events):
             if number == said.dies_after:
                 await writer.drain()

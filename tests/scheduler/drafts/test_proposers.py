@@ -138,8 +138,13 @@ def test_prediction_reads_an_answer_that_is_already_there() -> None:
     assert offer is not None and offer.tokens == [4, 5]
 
 
-def test_no_prediction_no_offer() -> None:
-    assert Predicted().propose(sequence([1, 2, 3]), 4) is None
+def test_no_prediction_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    without, proposer, most = sequence([1, 2, 3]), Predicted(), np.array([4, 4])
+    assert proposer.propose(without, 4) is None
+    paths = proposer.propose_all([without, sequence([9], [1], predicted=[1, 2])], most)
+    assert paths is not None and paths.places.tolist() == [1] and paths.tokens.tolist() == [[2]]
+    monkeypatch.setattr(proposer, "propose", None)       # rows are not looked at one by one
+    assert proposer.propose_all([without, without], most) is None
 
 
 def ended(proposer: Suffix, answer: list[int], salt: str = "") -> None:
