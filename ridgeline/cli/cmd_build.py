@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    # Imports torch, which --help does not need; before the spinner: Ctrl-C meanwhile would leave the terminal without a cursor.
+    native = interrupt.import_module("ridgeline.ops.cpu.native")
     with Console(stderr=True).status("compiling the CPU kernels"):
-        native = interrupt.import_module("ridgeline.ops.cpu.native")         # imports torch, which --help does not need
         path = native.build()
     print(f"CPU kernels for this machine: {path}")

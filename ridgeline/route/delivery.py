@@ -246,6 +246,7 @@ class Delivery:
         if answer.status == 200 and self._request.method == "POST":
             now = self._fleet.now()
             is_usual = replica.was_heard(ticket.sent) and self._held_up <= HELD_UP * (now - ticket.sent)
+            is_usual &= self._events.began or not self._request.is_counted
             replica.load.finish(ticket, now, usage, self._whole_chain(text), is_usual)
             self._fleet.answered(replica, usage)
 
@@ -284,8 +285,9 @@ class Delivery:
             if body := b"".join(passed):
                 events.shown = events.shown or not counted
                 before = self._fleet.now()
-                if events.shown:                         # a tool's call, too, which is no text
+                if events.shown:                         # a tool's call, too: no text, and no time is learned of when it begins
                     replica.silence.heard(ticket.serial, before)
+                    replica.load.first_token(ticket, before)
                 await self._start(answer)
                 await send_part(self._send, body, more=True, behind=answer.held)
                 self._held_up += self._fleet.now() - before

@@ -72,6 +72,7 @@ class MeasuredStepTime:
         self._decode: deque[float] = deque(maxlen=_REMEMBERED)       # seconds of the last steps without prompts
         self._per_weight: deque[float] = deque(maxlen=_REMEMBERED)   # seconds that a prompt token without keys adds
         self._per_scored: deque[float] = deque(maxlen=_REMEMBERED)   # seconds that a scored token adds, its GEMMs among them
+        self._beside = 0                                             # steps with prompts since the last without
 
     def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
         """Also for a prompt alone: a request that arrives next waits for the step that runs, and for one that is planned.
@@ -92,8 +93,10 @@ class MeasuredStepTime:
         return int(min(budget, max(_FEWEST_SCORED, fit)))
 
     def _for_prompts(self, num_decodes: int) -> float:
-        """Seconds of a step that prompts may take."""
-        return max(self._target - (_typical(self._decode) if num_decodes else 0.0), _SHARE * self._target)
+        """Seconds of a step that prompts may take. While prompts come, no step shows what decodes take alone: two slow ones are
+        believed for a few steps, and then what came with the prompts says whether steps are slow."""
+        decode = _typical(self._decode) if self._beside < _LATEST else _median(self._decode)
+        return max(self._target - (decode if num_decodes else 0.0), _SHARE * self._target)
 
     def _tokens(self, weight: float, position: int) -> int:
         """The number n of tokens from a position on with this weight: n + (n position + n²/2) / alike."""
@@ -107,7 +110,9 @@ class MeasuredStepTime:
     ) -> None:
         if num_prompt_tokens == 0:
             self._decode.append(seconds)
+            self._beside = 0
             return
+        self._beside += 1
         rest = max(seconds - (_median(self._decode) if num_decodes else 0.0), _SHARE * seconds)
         if num_scored:
             if num_scored >= _FEWEST_SCORED:

@@ -7,10 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ridgeline import interrupt
 from ridgeline.__main__ import COMMANDS, main
@@ -40,6 +44,30 @@ def test_what_brings_torch_is_imported_by_the_guard() -> None:
     for place in {place for place, _ in COMMANDS.values()} - others:
         source = Path(interrupt.__file__).parent.joinpath(*place.split(".")[1:]).with_suffix(".py").read_text()
         assert not re.search(r"importlib\.import_module\(f?\"ridgeline\.", source), place
+
+
+def test_build_shows_no_spinner_while_ctrl_c_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left a terminal without a cursor."""
+    said: list[str] = []
+
+    @contextmanager
+    def status(self: Console, text: str) -> Iterator[None]:
+        said.append("begin")
+        yield
+        said.append("end")
+
+    def build() -> str:
+        said.append("build")
+        return "here"
+
+    def import_module(name: str) -> Any:
+        said.append("import")
+        return SimpleNamespace(build=build)
+
+    monkeypatch.setattr(Console, "status", status)
+    monkeypatch.setattr(interrupt, "import_module", import_module)
+    main(["build"])
+    assert said == ["import", "begin", "build", "end"]
 
 
 def interrupted(folder: Path, *words: str) -> tuple[int, str]:

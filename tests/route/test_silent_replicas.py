@@ -184,18 +184,21 @@ def test_a_client_that_reads_slowly_does_not_make_its_replica_slow(monkeypatch: 
 
 
 def test_a_tool_call_is_an_answer() -> None:
-    """It has no text: a replica that wrote long ones was taken to be silent, and the more so when they were complete."""
+    """It has no text: a replica that wrote long ones was taken to be silent, the more so when they were complete, and to compute
+    their prompts still."""
     async def test(router: Router, replica: FakeReplica) -> None:
         call = await asked(router, replica, Behaviour(tool=True, hold=(hold := asyncio.Event())))
         while b"one" not in call.body:
             call.news.clear()
             await call.news.wait()
         router.seconds += LATE
-        assert not router.fleet.replicas[0].is_silent(router.seconds)
+        one = router.fleet.replicas[0]
+        assert not one.is_silent(router.seconds) and (len(one.load.waiting), len(one.load.running)) == (0, 1)
         hold.set()
         await call.task
         router.seconds += LATE
-        assert call.is_complete and not router.fleet.replicas[0].is_silent(router.seconds)
+        assert call.is_complete and not one.is_silent(router.seconds)
+        assert not one.load.times.prefill.weight             # a call may be held back until its name is known
 
     routed(test, FakeReplica())
 

@@ -256,6 +256,27 @@ def test_chunks_shrink_at_once_when_another_program_takes_the_cores() -> None:
     assert model.prompt_tokens(8, 0, 512) == 32, "decodes as well"
 
 
+def test_two_slow_decodes_do_not_shrink_all_chunks_of_the_prompts_behind_them() -> None:
+    """Where prompts follow prompts, no step without one shows that decodes are fast again."""
+    model = MeasuredStepTime(0.08)
+
+    def step() -> int:
+        tokens = model.prompt_tokens(128, 0, 8192)
+        model.observe(128, tokens, 0, 0.015 + 20e-6 * tokens)
+        return tokens
+
+    def decode(*times: float) -> None:
+        for seconds in times:
+            model.observe(128, 0, 0, seconds)
+
+    decode(*[0.015] * 15)
+    assert [step() for _ in range(3)] == [512, 3200, 3200]
+    decode(0.09, 0.09)
+    assert [step() for _ in range(5)] == [960] * 3 + [3200] * 2
+    decode(0.09)
+    assert step() == 960, "what is new is believed again"
+
+
 def test_small_steps_grow_again() -> None:
     """A step has 40 ms that no token adds to, so a token of a small step seems dear. The next step is larger nevertheless, until
     the target is met: 64 tokens seem to take 3.6 ms each, and 131 fit."""
