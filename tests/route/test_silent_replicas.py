@@ -260,6 +260,25 @@ def test_one_late_request_is_no_silence_while_others_are_answered() -> None:
     assert len(silence.late(199.0)) == 1 and silence.is_silent(199.0 + LATE)
 
 
+def test_clients_that_are_less_patient_than_the_router_show_a_silence_together() -> None:
+    """Where all of them left after 20 s, no request was ever late, and a replica that hung kept getting its half of them."""
+    silence = Silence(Patience())
+    for number in range(4):                                  # two at a time: the seconds count once
+        silence.sent(number, True, 10.0 * number, 1.0)
+        if number > 1:
+            silence.left(number - 2, 10.0 * number)
+    assert not silence.is_silent(30.0)
+    silence.left(2, 40.0)
+    assert silence.is_silent(40.0)
+    silence.sent(4, True, 41.0, 1.0)
+    silence.heard(3, 45.0)
+    silence.left(4, 65.0)                                    # after an answer it begins anew: 20 s
+    silence.sent(5, True, 80.0, 1.0)
+    assert not silence.is_silent(80.0)
+    silence.left(5, 91.0)
+    assert silence.is_silent(91.0) and not silence.is_silent(91.0 + SILENT_SECONDS)
+
+
 def test_what_waits_at_a_replica_that_answers_others_keeps_its_place() -> None:
     """After a burst all replicas were full, and exchanged what had waited for a minute: it began to wait again."""
     moved: list[int] = []

@@ -54,7 +54,9 @@ class Silence:
         self._streams: dict[int, Unanswered] = {}
         self._pieces: dict[int, Unanswered] = {}
         self._heard = float("-inf")                      # when something of an answer came last
-        self._is_lost = False                            # a late request has left since then
+        self._is_lost = False                            # a late request has left since then, or impatient ones in a row
+        self._in_vain = 0.0                              # seconds in which there were requests that left before they were late
+        self._left = 0.0                                 # when the last one did
         self._quiet_until = 0.0                          # then one more is tried
         self.ended = float("-inf")                       # when something came after a silence
 
@@ -73,12 +75,17 @@ class Silence:
             self._patience.observe(request.streams, now - request.sent)
         if now - since > long:                           # for as long nothing came, though this request was there
             self.ended = now
-        self._heard, self._is_lost = now, False
+        self._heard, self._is_lost, self._in_vain = now, False, 0.0
 
     def left(self, number: int, now: float) -> None:
-        """It failed or went elsewhere, or its client has gone; or its answer is complete."""
+        """It failed or went elsewhere, or its client has gone; or its answer is complete. Where clients wait for less than a
+        request needs to be late, one after the other counts as one that waits."""
         request = self._pop(number)
-        if request is not None and request.is_late(now):
+        if request is None:
+            return
+        self._in_vain += now - max(request.sent, self._left, self._heard)
+        self._left = now
+        if request.is_late(now) or self._in_vain > request.patience:
             self._is_lost, self._quiet_until = True, now + SILENT_SECONDS
 
     def _pop(self, number: int) -> Unanswered | None:
