@@ -97,7 +97,7 @@ def test_every_position_has_the_logits_of_the_decoder(model: Path, step_tokens: 
 
 
 def test_sequences_that_do_not_fit_are_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="max_model_len of 41"):
+    with pytest.raises(ConfigError, match="max_model_len of 32 they have at most 31"):
         Scorer(options(model, max_model_len=32), 40, show=False)
     with pytest.raises(ConfigError, match="tensor_parallel_size 1"):
         Scorer(options(model, tensor_parallel_size=2), 40, show=False)
