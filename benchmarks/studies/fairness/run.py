@@ -17,7 +17,6 @@ import contextlib
 import http.client
 import json
 import os
-import platform
 import random
 import socket
 import statistics
@@ -111,14 +110,10 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else ran on the machine")
     parser.add_argument("--busy", type=int, default=0, help="processes that spin beside the server")
     options = parser.parse_args()
-    from ridgeline.bench.lab.record import commit
+    from ridgeline.bench.lab.record import record
 
-    facts: dict[str, Any] = {
-        "made_by": "benchmarks/studies/fairness/run.py", "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(), "commit": commit(), "note": options.note, "target_ms": options.target_ms,
-        "busy": options.busy,
-        "load_average_before": os.getloadavg(),
-    }
+    workload = {"target_ms": options.target_ms, "gap": options.gap, "busy": options.busy, "note": options.note}
+    made = record("fairness", workload, {}, peak_memory={})          # before: the load of the machine is that without the study
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder, "log"), options.target_ms)
         try:
@@ -130,10 +125,12 @@ def main() -> None:
     bound = statistics.median(found["short_alone_s"]) + 3 * options.target_ms / 1000
     loss = found["long_beside_s"] / statistics.mean(found["long_alone_s"]) - 1
     met = {"short": max(found["short_beside_s"]) <= bound, "long": loss <= 0.1}
-    facts |= found | {"short_bound_s": bound, "short_worst_s": max(found["short_beside_s"]), "long_loss": loss, "met": met}
-    print(json.dumps(facts, indent=1))
+    made["figures"] = found | {
+        "short_bound_s": bound, "short_worst_s": max(found["short_beside_s"]), "long_loss": loss, "met": met,
+    }
+    print(json.dumps(made, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(facts, indent=1) + "\n")
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

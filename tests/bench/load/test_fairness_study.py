@@ -62,7 +62,7 @@ def test_neighbours_spin_beside_all_that_is_measured(
     monkeypatch.setattr(sys, "argv", ["run.py", "--gap", "0.01", "--target-ms", "500", "--busy", str(busy), "--out", str(out)])
     study.main()
     made = json.loads(out.read_text())
-    assert made["busy"] == busy and set(spinning) == {busy}
+    assert made["workload"]["busy"] == busy and set(spinning) == {busy} and made["versions"]["torch"]
     assert [process.poll() is None for process in started] == [False] * busy
-    assert made["short_bound_s"] == pytest.approx(1.6) and made["met"] == {"short": True, "long": True}
+    assert made["figures"]["short_bound_s"] == pytest.approx(1.6) and made["figures"]["met"] == {"short": True, "long": True}
     assert json.loads(capsys.readouterr().out) == made
