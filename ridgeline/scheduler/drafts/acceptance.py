@@ -49,13 +49,15 @@ class Sources:
     grade first what was proposed with all tokens known. Half of a number, the `kind`, is what a row's own record is kept by."""
 
     def __init__(self, names: Iterable[str]) -> None:
+        names = list(names)
         self.listed = [Source(name, grade, late) for name in names for grade in range(EVIDENCE) for late in (False, True)]
         self.kinds = len(self.listed) // 2
         # Sources from this number on are the draft model's, which is the last proposer.
         self.first_on_device = sum(each.name != DRAFT_MODEL for each in self.listed)
-        # bool: their offers say something where they are not drafted, too. What grammars force is sure, and what a draft model
-        # says has to be made first.
-        self.watched = np.array([each.name not in (FORCED, DRAFT_MODEL) for each in self.listed], bool)
+        # Proposers whose offers say something where they are not drafted, too, and which sources are theirs. What grammars force
+        # is sure, and what a draft model says has to be made first.
+        self.watched_proposers = [number for number, name in enumerate(names) if name not in (FORCED, DRAFT_MODEL)]
+        self.watched = np.array([number // (2 * EVIDENCE) in self.watched_proposers for number in range(len(self.listed))], bool)
 
     def all_of(self, source: np.ndarray, name: str) -> bool:
         """Are all of these the proposer's of that name?"""

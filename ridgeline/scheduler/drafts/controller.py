@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources
@@ -76,7 +76,6 @@ class Controller:
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
         self._sources = Sources(each.name for each in self.proposers)
-        self._watched = [each for each in self.proposers if each.name not in (FORCED, DRAFT_MODEL)]      # see Sources.watched
         self._records = RowRecords(self._sources.kinds, native)
         self._weighing = Weighing(self._records, self._sources, self.acceptance, native, adaptive)
         self._honesty = Honesty()
@@ -146,7 +145,7 @@ class Controller:
             self._watch_some(rows)
             return None
         self._search.quiet = 0
-        offers = self._offers(rows, self.proposers)
+        offers = self._offers(rows, range(len(self.proposers)))
         if offers is None:
             return None
         if len(self.proposers) > 1:
@@ -162,9 +161,9 @@ class Controller:
         return self._drafts(rows, offers, width)
 
     def _offers(
-        self, rows: DecodingRows, proposers: Several[Proposer], places: list[int] | None = None
+        self, rows: DecodingRows, numbers: Iterable[int], places: list[int] | None = None
     ) -> Offers | None:
-        """Of these proposers, for each row that may have drafts, or only those at `places`."""
+        """Of the proposers with these numbers, for each row that may have drafts, or only those at `places`."""
         allowed = np.minimum(rows.most, self._most)
         if places is not None:
             some = np.zeros_like(allowed)
@@ -172,7 +171,8 @@ class Controller:
             allowed = some
         wanted = (allowed + rows.pending) * (allowed > 0)
         found: list[tuple[Paths, np.ndarray]] = []
-        for number, proposer in enumerate(proposers):
+        for number in numbers:
+            proposer = self.proposers[number]
             paths = proposer.propose_all(rows.sequences, wanted)
             if paths is None:
                 continue
@@ -343,16 +343,16 @@ class Controller:
 
     def _watch_some(self, rows: DecodingRows) -> None:
         """Drafts do not pay. What a few rows would have had is compared with what comes."""
-        watch = self._search.watch
-        places = watch.places(rows.sequences, self._step) if self._watched and watch.room > 0 else []
-        offers = self._offers(rows, self._watched, places) if places else None
+        watch, watched = self._search.watch, self._sources.watched_proposers
+        places = watch.places(rows.sequences, self._step) if watched and watch.room > 0 else []
+        offers = self._offers(rows, watched, places) if places else None
         if offers is not None:
             self._watch_others(rows, offers, np.zeros(len(rows.sequences), np.int64))
 
     def _watch_others(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> None:
         """Offers of rows that have no drafts in this step: each step begins with another, so that all have their turn."""
-        watch = self._search.watch
-        if not self._adaptive or not self._watched or watch.room <= 0 or np.count_nonzero(width) == len(offers.places):
+        watch, watched = self._search.watch, self._sources.watched_proposers
+        if not self._adaptive or not watched or watch.room <= 0 or np.count_nonzero(width) == len(offers.places):
             return
         own = width[offers.places]
         idle = (self._sources.watched[offers.source] & (own == 0) & (offers.length > 0)).nonzero()[0].tolist()

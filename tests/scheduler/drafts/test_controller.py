@@ -280,13 +280,21 @@ class _Repeats(RowByRow):
         """It knows no sequence."""
 
 
+def test_what_is_watched_counts_for_the_proposer_that_said_it() -> None:
+    """Also behind one that is not watched: a row's n-grams were counted as what predictions say, and those not at all."""
+    controller = Controller([Forced(), _Repeats()], Pace(ShapeTimes(lambda tokens, keys: 1e-3 * tokens)), 4)
+    controller._watch_some(asked([make_sequence(number) for number in range(4)]))
+    guesses = controller._search.watch._open.values()
+    assert [controller._sources.listed[guess.source].name for guess in guesses] == ["ngram"] * 4
+
+
 def test_every_row_of_a_large_batch_is_watched_in_its_turn() -> None:
     """No row has drafts, for which there is no time. Each guess is found wrong in the next step."""
     rows = [make_sequence(number) for number in range(100)]
     controller = Controller([_Repeats()], Pace(ShapeTimes(lambda tokens, keys: 1e-3 * tokens)), 4)
     watched: set[Sequence] = set()
     asked = DecodingRows(rows, np.full(100, 4), np.zeros(100, np.int64), 400, 100, 1000)
-    offers = controller._offers(asked, controller.proposers)
+    offers = controller._offers(asked, [0])
     assert offers is not None
     for _ in range(200):
         controller._step += 1
