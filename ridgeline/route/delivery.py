@@ -35,6 +35,7 @@ logger = get_logger("route")
 EVENTS_PER_TURN = 64                 # of one stream that are read before others have their turn: 3 ms
 HELD_UP = 0.1                        # share of a stream's time in which its client may be slow, for the time to be the replica's
 MOST_REFUSAL = 2**16                 # bytes of an answer that is kept while other replicas are asked
+REFUSAL_SECONDS = 5.0                # between the head of a refusal and its end: nothing is computed for it
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
 # Perhaps of this replica alone: its model was changed, its engine fails, or it has another key. Idle as it is, it would be chosen
@@ -47,7 +48,7 @@ _NOT_PASSED = frozenset({
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"te", b"trailer", b"upgrade",
     b"proxy-authenticate", b"x-request-id", b"request-id",
 })
-_TOO_LONG = "a replica refused the request, and its reason is too long to be passed on"
+_NO_REASON = "a replica refused the request, and its reason is too long to be passed on, or did not come"
 _BROKEN = "the replica that wrote this answer has failed, and the answer cannot be continued exactly; send the request again"
 
 
@@ -189,10 +190,13 @@ class Delivery:
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
-        body = await answer.short_body(MOST_REFUSAL)
+        body = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REFUSAL_SECONDS):
+                body = await answer.short_body(MOST_REFUSAL)
         if body is None:                                 # some repeat the request's words: a long one is no failure of theirs
             headers = [each for each in headers if each[0] == b"retry-after"] + [(b"content-type", b"application/json")]
-            body = error_body(_TOO_LONG, "invalid_request_error" if answer.status < 500 else "server_error")
+            body = error_body(_NO_REASON, "invalid_request_error" if answer.status < 500 else "server_error")
         refusal = answer.status, headers, body
         # A busy one's words go first: that another has no such model or key is no answer for the fleet.
         if self._refusal is None or self._refusal[0] not in _BUSY or answer.status in _BUSY:
@@ -281,12 +285,12 @@ class Delivery:
                     passed.append(part.data)
         finally:                                         # also what came before an event that fails: it counts as sent
             if events.began or (passed and not counted):
-                self._began(replica, ticket)
+                self._began(replica, answer, ticket)
             if body := b"".join(passed):
                 events.shown = events.shown or not counted
                 before = self._fleet.now()
                 if events.shown:                         # a tool's call, too: no text, and no time is learned of when it begins
-                    replica.silence.heard(ticket.serial, before)
+                    replica.silence.heard(ticket.serial, before, answer.give_up_standing)
                     replica.load.first_token(ticket, before)
                 await self._start(answer)
                 await send_part(self._send, body, more=True, behind=answer.held)
@@ -302,9 +306,9 @@ class Delivery:
     def _whole_chain(self, text: str | None) -> Chain:
         return with_answer(self._request.prompt, text) if text else ()
 
-    def _began(self, replica: Replica, ticket: Ticket) -> None:
+    def _began(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
         now = self._fleet.now()
-        replica.silence.heard(ticket.serial, now)        # also where the client has it from another one
+        replica.silence.heard(ticket.serial, now, answer.give_up_standing)       # also where the client has it from another one
         if replica.load.first_token(ticket, now):
             self._fleet.first_token.observe(ticket.first - ticket.sent)
             self._fleet.predicted_first_token.observe(ticket.predicted.first_token)

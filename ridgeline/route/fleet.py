@@ -39,7 +39,7 @@ class Fleet:
             raise ConfigError("two replicas have the same address")
         self.options = options
         self.now = now
-        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options.health_failures, now) for each in upstreams]
+        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options, now) for each in upstreams]
         self.choice = Choice(options.policy, [replica.load for replica in self.replicas])
         self.slots = Slots()
         self.slots.limit = options.max_queued_requests

@@ -24,6 +24,9 @@ class RouteOptions:
     max_connections: int = option(4096, "open connections of clients, including idle ones", low=1)
     max_body_bytes: int = option(16 * 2**20, "largest request body in bytes", low=1)
     request_timeout: int = option(600, "seconds that a request may take, including its wait; 0: no limit", low=0)
+    stall_timeout: int = option(
+        120, "seconds without any of a replica's answers, after which its begun streams end or go elsewhere; 0: no limit", low=0
+    )
     drain_timeout: int = option(30, "seconds that running requests get to finish when the router stops", low=0)
     api_key_file: str = option("", "file with API keys, one per line; RIDGELINE_API_KEY holds keys too, separated by commas")
     insecure_no_auth: bool = option(False, "allow listening on a public address without API keys")

@@ -91,6 +91,11 @@ class Answer(asyncio.Protocol):
         self._news.set()
         self._writable.set()
 
+    def give_up_standing(self) -> None:
+        """Nothing has come of it for too long. What has come waits for its client, perhaps."""
+        if self.is_read and not self.complete:
+            self.give_up("nothing more came of its answer, nor of any other")
+
     @property
     def is_read(self) -> bool:
         """Whether bytes would be noticed: a connection is not read while its client does not read."""
