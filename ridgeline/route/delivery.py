@@ -25,7 +25,7 @@ from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import ForwardedRequest
 from ridgeline.route.prompt_text import with_answer
 from ridgeline.route.replica import Replica
-from ridgeline.route.upstream import Answer, ReplicaFailure
+from ridgeline.route.upstream import Answer, NoConnection, ReplicaFailure
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.failures import ALONE
 from ridgeline.server.http.stream import Send, send_part
@@ -71,13 +71,14 @@ class Delivery:
         self._limit: asyncio.Timeout | None = None       # of the replica that is tried, while the request can go elsewhere
         self._may_move = request.prompt.streams          # once: where all are slow, it would never be answered
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        self._num_failed = 0                             # replicas that have failed in it, and may fail by it
         self._held_up = 0.0                              # seconds in which the client did not take what was there
 
     async def run(self) -> None:
         """Raises Overloaded, TryAgain or BadGateway when no replica is left to try, and none has refused in its own words."""
         fleet, tried = self._fleet, self._tried
         number: int | None = None
-        while len(tried) <= fleet.options.retries:
+        while self._num_failed <= fleet.options.retries:
             failed, number = number, await fleet.choose_any(self._request.prompt, tried)
             if number is None:
                 break
@@ -149,9 +150,11 @@ class Delivery:
                 raise
             self._left_late(number)
         except (ReplicaFailure, ReplicaGaveUp) as error:
+            self._note_failure(replica, not isinstance(error, NoConnection))
             replica.fail(str(error))
             logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
         except Differs:
+            self._num_failed += 1
             self._events.resumable = False
             logger.warning("%s gave a different answer to request %s", replica.url, request.request_id.decode("latin-1"))
         finally:
@@ -187,6 +190,12 @@ class Delivery:
         logger.warning("%s has not begun to answer request %s: it goes to another", replica.url,
                        self._request.request_id.decode("latin-1"))
 
+    def _note_failure(self, replica: Replica, counts: bool = True) -> None:
+        """`counts`: as a retry. Each replica may be asked that has no time, or cannot be reached."""
+        self._num_failed += counts
+        if self._request.is_computed:
+            replica.doubts.failed(self._request.prompt.model, self._fleet.now())
+
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
@@ -206,7 +215,11 @@ class Delivery:
             logger.warning("%s answers %d to request %s", replica.url, answer.status, request_id)
         elif answer.status == 502:
             replica.fail(f"it answers {answer.status}")
-        elif answer.status in _BUSY and not self._request.has_deadline and not answer.header(ALONE):
+        if answer.status not in _BUSY:
+            self._note_failure(replica)
+        elif self._request.has_deadline or answer.header(ALONE):
+            self._num_failed += 1                        # of this request alone
+        else:
             replica.asked_to_wait(answer.header(b"retry-after"))
 
     async def _whole(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
@@ -247,6 +260,8 @@ class Delivery:
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
+        if answer.status == 200 and self._request.is_computed:
+            replica.doubts.answered(self._request.prompt.model)
         if answer.status == 200 and self._request.method == "POST":
             now = self._fleet.now()
             is_usual = replica.was_heard(ticket.sent) and self._held_up <= HELD_UP * (now - ticket.sent)

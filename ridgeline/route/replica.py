@@ -2,7 +2,8 @@
 
 A replica is up until several checks or requests in a row fail; a check that succeeds brings it back. One that is down is checked
 as often as others, so that a restarted one does not wait. A replica that answers 429 or 503 gets no requests for the time it asks
-for. One that takes requests and does not answer them is chosen last (engine/replicas/silence.py).
+for. One that takes requests and does not answer them is chosen last (engine/replicas/silence.py), and so is one that fails
+at once (engine/replicas/doubts.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ridgeline.engine.replicas.doubts import Doubts
 from ridgeline.engine.replicas.replica_load import ReplicaLoad
 from ridgeline.engine.replicas.silence import Patience, Silence
 from ridgeline.process.log import get_logger
@@ -33,6 +35,7 @@ class Replica:
         self.upstream = upstream
         self.load = load
         self.silence = Silence(patience)
+        self.doubts = Doubts()
         self.counts: Counter[str] = Counter()            # for /metrics
         self.up = True
         self.busy_until = 0.0

@@ -19,7 +19,7 @@ class RouteOptions:
     allowed_host: str = option("", "further host names and addresses that the router answers to, separated by commas; *: any")
     health_interval: int = option(5, "seconds between two checks of a replica's /health", low=1)
     health_failures: int = option(3, "failures in a row after which a replica counts as down", low=1)
-    retries: int = option(2, "further replicas that a request may be sent to when one fails", low=0)
+    retries: int = option(2, "further replicas that a request may be sent to when one has taken it and failed", low=0)
     max_queued_requests: int = option(4096, "requests that may be under way at once", low=1)
     max_connections: int = option(4096, "open connections of clients, including idle ones", low=1)
     max_body_bytes: int = option(16 * 2**20, "largest request body in bytes", low=1)

@@ -38,6 +38,10 @@ class ReplicaFailure(Exception):
     """No connection, one that ended before the answer did, or bytes that are no answer."""
 
 
+class NoConnection(ReplicaFailure):
+    """It has not got the request."""
+
+
 class Answer(asyncio.Protocol):
     """One connection, and the answer that is being read from it."""
 
@@ -364,10 +368,10 @@ class Upstream:
                     except OSError as failure:           # a TimeoutError is one
                         error = failure
         except TimeoutError:
-            raise ReplicaFailure(f"no connection within {CONNECT_SECONDS:g} s") from None
+            raise NoConnection(f"no connection within {CONNECT_SECONDS:g} s") from None
         except OSError as failure:
             error = failure
-        raise ReplicaFailure(f"no connection: {error.strerror or error}")
+        raise NoConnection(f"no connection: {error.strerror or error}")
 
     async def _connect(self, address: str) -> Answer:
         host, port = self._address
