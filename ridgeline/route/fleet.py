@@ -39,7 +39,7 @@ class Fleet:
             raise ConfigError("two replicas have the same address")
         self.options = options
         self.now = now
-        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options.health_failures, now) for each in upstreams]
+        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options, now) for each in upstreams]
         self.choice = Choice(options.policy, [replica.load for replica in self.replicas])
         self.slots = Slots()
         self.slots.limit = options.max_queued_requests
@@ -57,9 +57,10 @@ class Fleet:
         return [number for number, each in enumerate(self.replicas) if number not in tried and each.is_usable(now)]
 
     def choose(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
-        now, usable = self.now(), self.usable(tried)
-        heard = [number for number in usable if not self.replicas[number].is_silent(now)]
-        return self.choice.choose(prompt, now, heard or usable) if usable else None
+        now, usable, again = self.now(), self.usable(tried), bool(tried)
+        heard = [number for number in usable if not self.replicas[number].is_silent(now)] or usable
+        good = [number for number in heard if not self.replicas[number].doubts.is_last(prompt.model, now, again)] or heard
+        return self.choice.choose(prompt, now, good) if usable else None
 
     async def choose_any(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
         """Where none is left, those that are down are checked at once: one may just have been restarted."""

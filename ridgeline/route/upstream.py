@@ -38,6 +38,10 @@ class ReplicaFailure(Exception):
     """No connection, one that ended before the answer did, or bytes that are no answer."""
 
 
+class NoConnection(ReplicaFailure):
+    """It has not got the request."""
+
+
 class Answer(asyncio.Protocol):
     """One connection, and the answer that is being read from it."""
 
@@ -90,6 +94,11 @@ class Answer(asyncio.Protocol):
         self.close()
         self._news.set()
         self._writable.set()
+
+    def give_up_standing(self) -> None:
+        """Nothing has come of it for too long. What has come waits for its client, perhaps."""
+        if self.is_read and not self.complete:
+            self.give_up("nothing more came of its answer, nor of any other")
 
     @property
     def is_read(self) -> bool:
@@ -359,10 +368,10 @@ class Upstream:
                     except OSError as failure:           # a TimeoutError is one
                         error = failure
         except TimeoutError:
-            raise ReplicaFailure(f"no connection within {CONNECT_SECONDS:g} s") from None
+            raise NoConnection(f"no connection within {CONNECT_SECONDS:g} s") from None
         except OSError as failure:
             error = failure
-        raise ReplicaFailure(f"no connection: {error.strerror or error}")
+        raise NoConnection(f"no connection: {error.strerror or error}")
 
     async def _connect(self, address: str) -> Answer:
         host, port = self._address
