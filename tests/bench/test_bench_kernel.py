@@ -75,7 +75,7 @@ def rms_norm(x, weight, eps, **more):
 """, "silent fallback (prefill-512, float32): it ran the current implementation"),
     "writes into its input": (RIGHT.replace("x = x + residual", "x += residual"), "changed argument"),
     "gives its input back": ("""
-def rms_norm(x, weight, eps, *, residual=None):
+def rms_norm(x, weight, eps, *, residual=None, weight_offset=0.0):
     return (x, residual)[: 1 + (residual is not None)]
 """, "returned its input"),
     "raises": ("def candidate(*args, **kwargs):\n    raise ValueError('no such kernel')\n", "ValueError: no such kernel"),
