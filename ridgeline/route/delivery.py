@@ -69,7 +69,7 @@ class Delivery:
         self._is_inside = False                          # the client has a part of a long event, but not its end
         self._tried = set[int]()                         # replicas
         self._limit: asyncio.Timeout | None = None       # of the replica that is tried, while the request can go elsewhere
-        self._may_move = request.prompt.streams          # once: where all are slow, it would never be answered
+        self._may_move = True                            # once: where all are slow, it would never be answered
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._num_failed = 0                             # replicas that have failed in it, and may fail by it
         self._held_up = 0.0                              # seconds in which the client did not take what was there

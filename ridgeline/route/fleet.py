@@ -159,7 +159,7 @@ class Fleet:
         add("counter", "prefix_corrections", "Corrections of the prefix tree.", lambda each: each.load.corrections)
         for name, text in (
             ("answers", "Complete answers."), ("failures", "Failed checks and requests."), ("busy", "Answers 429 and 503."),
-            ("moved_late", "Streams that waited far too long and went to another replica."),
+            ("moved_late", "Requests that waited far too long and went to another replica."),
             ("prompt_tokens", "Prompt tokens of answers."), ("cached_tokens", "Prompt tokens that the replica had cached."),
             ("generation_tokens", "Tokens of answers."),
         ):
