@@ -28,7 +28,7 @@ converter would write them; † the names and fields of these files were compare
 |---|---|---|---|---|
 """
 MODELS = {
-    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama; Falcon 3; Yi; InternLM3",
+    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama; Falcon 3; Yi; InternLM3; IQuest-Coder (not its Loop models)",
     "mistral": "Mistral 7B and models derived from it; Mistral Small 3 (text)",
     "ministral3": "Ministral 3 (text)", "llama4": "Llama 4 Scout, Maverick (text)",
     "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; MiMo 7B; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)",

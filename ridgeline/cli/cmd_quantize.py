@@ -19,7 +19,7 @@ from ridgeline.evaluate.texts import read_text
 from ridgeline.models.model_config import load_model_config
 from ridgeline.quant.quality_card import summary_line
 from ridgeline.quantize.card import PAGE, PLOTS, parse_limits
-from ridgeline.quantize.recipes import AUTO, KV_FORMATS, OWN_TEXT, RECIPES, read_recipe, require_new
+from ridgeline.quantize.recipes import AUTO, FEWEST_TOKENS, KV_FORMATS, OWN_TEXT, RECIPES, read_recipe, require_new
 from ridgeline.report.columns import fitted
 from ridgeline.resolve import model_path
 
@@ -89,9 +89,9 @@ def checked_limits(args: argparse.Namespace) -> dict[str, float]:
         raise ConfigError(f"--fastest chooses formats, which only --recipe {AUTO} does")
     if args.max_gb is not None and (args.recipe != AUTO or args.fastest or not args.max_gb > 0):
         raise ConfigError(f"--max-gb must be above 0, and is for --recipe {AUTO} without --fastest")
-    for name in ("card_tokens", "calibration_tokens"):
-        if getattr(args, name) < 2:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 2, got {getattr(args, name)}")
+    for name, fewest in {"card_tokens": 2, "calibration_tokens": FEWEST_TOKENS}.items():
+        if getattr(args, name) < fewest:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {fewest}, got {getattr(args, name)}")
     return limits
 
 

@@ -23,7 +23,7 @@ GROUPS = {
     "security": ("api_key_file", "insecure_no_auth", "allowed_host", "allowed_origins", "ssl_certfile", "ssl_keyfile"),
     "limits": (
         "retries", "health_interval", "health_failures", "max_queued_requests", "max_connections", "max_body_bytes",
-        "request_timeout", "drain_timeout",
+        "request_timeout", "stall_timeout", "drain_timeout",
     ),
     "logs": ("access_log",),
 }

@@ -35,6 +35,7 @@ ENGINE_GROUPS = {
 
 
 _LONGEST_LIST = 50                   # letters of the choices beside an option
+_NO_DEFAULTS: tuple[Any, ...] = (None, False, argparse.SUPPRESS, "", [], [0], "{}")  # if not given: nothing; False: 0, too
 
 
 class ShortUsage(argparse.HelpFormatter):
@@ -57,7 +58,11 @@ class ShortUsage(argparse.HelpFormatter):
 
     def _expand_help(self, action: argparse.Action) -> str:
         text, listed = super()._expand_help(action), _long_choices(action)
-        return f"{text}; one of {', '.join(listed)}" if listed else text
+        text += f"; one of {', '.join(listed)}" if listed else ""
+        if "default" in text or not action.option_strings or action.default in _NO_DEFAULTS:
+            return text
+        values = action.default if isinstance(action.default, list) else [action.default]
+        return f"{text} (default: {' '.join(f'{each:g}' if isinstance(each, float) else str(each) for each in values)})"
 
 
 def _long_choices(action: argparse.Action) -> list[str]:

@@ -195,7 +195,8 @@ def block_bytes(model: PlannedModel, setup: Setup, groups: list[KVGroupSpec]) ->
 
 @dataclass(frozen=True, slots=True)
 class Textbook:
-    """The estimate from weights and KV alone: every parameter in one format without scales, all memory, all bandwidth."""
+    """The estimate from weights and KV alone: parameters in one format (experts in theirs) without scales, all memory, all
+    bandwidth."""
 
     weights: float                   # bytes
     kv_per_request: float
@@ -206,11 +207,15 @@ class Textbook:
 def textbook(setup: Setup, context: int, parameters: float | None = None) -> Textbook:
     """`parameters`: a rounded number, 70e9 for "70B"; by default the model's own. In a mixture of experts one request reads
     the experts that its token uses."""
-    weights = (parameters or setup.model.parameters) * WEIGHT_FORMATS[setup.weights].bits / 8
-    kv = setup.model.kv_elements * kv_bytes(setup.kv, setup.kv_dtype, setup.model.kv_scaled, scales=False) * context
-    left = setup.devices * setup.device.memory - weights
-    read = weights * setup.model.active_parameters / setup.model.parameters
-    return Textbook(weights, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / read)
+    model, bits = setup.model, WEIGHT_FORMATS[setup.weights].bits
+    saved = (1 - WEIGHT_FORMATS[setup.expert_weights].bits / bits) / model.parameters      # for each parameter of an expert
+    whole = 1 - saved * model.expert_parameters(model.experts.count if model.experts else 0)
+    used = model.expert_parameters(model.experts.used if model.experts else 0)
+    active = model.active_parameters / model.parameters - saved * used
+    every = (parameters or model.parameters) * bits / 8
+    kv = model.kv_elements * kv_bytes(setup.kv, setup.kv_dtype, model.kv_scaled, scales=False) * context
+    left = setup.devices * setup.device.memory - every * whole
+    return Textbook(every * whole, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / (every * active))
 
 
 def possible_ranks(model: PlannedModel, most: int, stages: int = 1) -> list[int]:

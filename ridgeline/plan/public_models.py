@@ -56,11 +56,16 @@ class PlannedModel:
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses; in a mixture, only its experts."""
+        experts = self.config.experts
+        return self.parameters - (self.expert_parameters(experts.count - experts.used) if experts is not None else 0)
+
+    def expert_parameters(self, count: int) -> int:
+        """Of `count` experts of every layer that has some."""
         experts, config = self.config.experts, self.config
         if experts is None:
-            return self.parameters
+            return 0
         each = 3 * config.hidden_size * experts.width + (2 * experts.width + config.hidden_size) * experts.bias
-        return self.parameters - (config.num_layers - config.num_plain) * (experts.count - experts.used) * each
+        return (config.num_layers - config.num_plain) * count * each
 
     @property
     def on_every_rank(self) -> int:

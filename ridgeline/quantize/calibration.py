@@ -33,10 +33,10 @@ from ridgeline.ops.registry import set_kernels
 from ridgeline.quant.format import Activation
 from ridgeline.quant.scheme import Unquantised
 from ridgeline.quantize.plain_model import PlainModel
+from ridgeline.quantize.recipes import FEWEST_TOKENS
 from ridgeline.text.tokenizer import Tokenizer
 
 CONTEXT = 256                        # tokens of a passage
-FEWEST_TOKENS = 1024
 ROWS = 8                             # passages that are computed together
 PAGE = 16                            # tokens of a KV block
 SAMPLE = 1024                        # tokens whose inputs are kept, for methods that search scales

@@ -33,7 +33,6 @@ from ridgeline.quantize import auto_search, card
 from ridgeline.quantize.blocks import block_bytes, write_blocks
 from ridgeline.quantize.calibration import (
     CONTEXT,
-    FEWEST_TOKENS,
     Calibration,
     calibration_passages,
     calibration_text,
@@ -46,7 +45,7 @@ from ridgeline.quantize.duration import Forecast, Spent, Watch, forecast
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.own_text import SEARCH_OPENINGS, own_passages
 from ridgeline.quantize.plain_model import PlainModel
-from ridgeline.quantize.recipes import AUTO, OWN_TEXT, READ_TEXT, QuantizeRecipe
+from ridgeline.quantize.recipes import AUTO, FEWEST_TOKENS, OWN_TEXT, READ_TEXT, QuantizeRecipe
 from ridgeline.quantize.sensitivity import Measure, Texts, Unit
 from ridgeline.quantize.workspace import Tries, Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES

@@ -22,6 +22,7 @@ READ_TEXT = ("gptq", "awq", "smoothquant", "wanda", "sparsegpt", "static")      
 MOVES_SCALES = ("awq", "smoothquant")                                     # methods that change what writes a linear's inputs
 KV_FORMATS = ("fp8", "int8")         # that scales of the KV cache can be for
 OWN_TEXT = "model"                   # instead of a file to calibrate with: what the model itself writes
+FEWEST_TOKENS = 1024                 # of text to calibrate with
 HEAD = "lm_head"
 AUTO = "auto"                        # formats by linear, the fewest bytes that meet limits of quality (auto_search.py)
 

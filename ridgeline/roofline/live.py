@@ -148,6 +148,8 @@ class LiveRoofline:
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
         self._newest: _Sample | None = None
+        self._rates: Rates | None = None                 # those of the rows of the history, by where each begins and ends
+        self._rows: dict[tuple[float, float], list[float]] = {}
 
     def take(self, at: float, sums: Sums, gpu: Sequence[float] = ()) -> None:
         """Sums as they are at a moment. Smaller ones than before are another engine's, or of other peaks. `gpu`: sums of its
@@ -195,19 +197,27 @@ class LiveRoofline:
         """Per sample but the first: its moment, tokens of answers and all tokens per second, MFU, MBU, the part of the
         time that was busy, parts of the busy time for computing, memory, overhead and other programs, requests that waited,
         rows of a step."""
-        found = []
-        for (before, old), (at, new) in pairwise(self._samples):
-            sums = _together({phase: PhaseSums(*(new[phase] - old[phase]).tolist()) for phase in PHASES})
-            used, seconds = Utilisation.of(sums, rates), at - before
-            busy = sums.seconds or 1.0
-            memory = sums.on_weights + sums.on_kv + sums.on_activations
-            overhead, others = _overhead(window_of(seconds, sums).parts())
-            found.append([
-                at, sums.sampled / seconds, sums.tokens / seconds, used.mfu, used.mbu, min(1.0, sums.seconds / seconds),
-                min(1.0, sums.on_compute / busy), min(1.0, memory / busy), min(1.0, overhead / busy),
-                min(1.0, others / busy), sums.queued / busy, used.rows,
-            ])
-        return found
+        if rates != self._rates:
+            self._rates, self._rows = rates, {}
+        # What lies between two samples stays the same: pages ask every second, and all of it takes tens of milliseconds.
+        self._rows = {
+            (old[0], new[0]): self._rows.get((old[0], new[0])) or _history_row(old, new, rates)
+            for old, new in pairwise(self._samples)
+        }
+        return list(self._rows.values())
+
+
+def _history_row(before: _Sample, after: _Sample, rates: Rates) -> list[float]:
+    sums = _together({phase: PhaseSums(*(after[1][phase] - before[1][phase]).tolist()) for phase in PHASES})
+    used, seconds = Utilisation.of(sums, rates), after[0] - before[0]
+    busy = sums.seconds or 1.0
+    memory = sums.on_weights + sums.on_kv + sums.on_activations
+    overhead, others = _overhead(window_of(seconds, sums).parts())
+    return [
+        after[0], sums.sampled / seconds, sums.tokens / seconds, used.mfu, used.mbu, min(1.0, sums.seconds / seconds),
+        min(1.0, sums.on_compute / busy), min(1.0, memory / busy), min(1.0, overhead / busy),
+        min(1.0, others / busy), sums.queued / busy, used.rows,
+    ]
 
 
 def _overhead(parts: Mapping[str, float]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import ForwardedRequest
 from ridgeline.route.prompt_text import with_answer
 from ridgeline.route.replica import Replica
-from ridgeline.route.upstream import Answer, ReplicaFailure
+from ridgeline.route.upstream import Answer, NoConnection, ReplicaFailure
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.failures import ALONE
 from ridgeline.server.http.stream import Send, send_part
@@ -35,6 +35,7 @@ logger = get_logger("route")
 EVENTS_PER_TURN = 64                 # of one stream that are read before others have their turn: 3 ms
 HELD_UP = 0.1                        # share of a stream's time in which its client may be slow, for the time to be the replica's
 MOST_REFUSAL = 2**16                 # bytes of an answer that is kept while other replicas are asked
+REFUSAL_SECONDS = 5.0                # between the head of a refusal and its end: nothing is computed for it
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
 # Perhaps of this replica alone: its model was changed, its engine fails, or it has another key. Idle as it is, it would be chosen
@@ -47,7 +48,7 @@ _NOT_PASSED = frozenset({
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"te", b"trailer", b"upgrade",
     b"proxy-authenticate", b"x-request-id", b"request-id",
 })
-_TOO_LONG = "a replica refused the request, and its reason is too long to be passed on"
+_NO_REASON = "a replica refused the request, and its reason is too long to be passed on, or did not come"
 _BROKEN = "the replica that wrote this answer has failed, and the answer cannot be continued exactly; send the request again"
 
 
@@ -68,15 +69,16 @@ class Delivery:
         self._is_inside = False                          # the client has a part of a long event, but not its end
         self._tried = set[int]()                         # replicas
         self._limit: asyncio.Timeout | None = None       # of the replica that is tried, while the request can go elsewhere
-        self._may_move = request.prompt.streams          # once: where all are slow, it would never be answered
+        self._may_move = True                            # once: where all are slow, it would never be answered
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        self._num_failed = 0                             # replicas that have failed in it, and may fail by it
         self._held_up = 0.0                              # seconds in which the client did not take what was there
 
     async def run(self) -> None:
         """Raises Overloaded, TryAgain or BadGateway when no replica is left to try, and none has refused in its own words."""
         fleet, tried = self._fleet, self._tried
         number: int | None = None
-        while len(tried) <= fleet.options.retries:
+        while self._num_failed <= fleet.options.retries:
             failed, number = number, await fleet.choose_any(self._request.prompt, tried)
             if number is None:
                 break
@@ -148,9 +150,11 @@ class Delivery:
                 raise
             self._left_late(number)
         except (ReplicaFailure, ReplicaGaveUp) as error:
+            self._note_failure(replica, not isinstance(error, NoConnection))
             replica.fail(str(error))
             logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
         except Differs:
+            self._num_failed += 1
             self._events.resumable = False
             logger.warning("%s gave a different answer to request %s", replica.url, request.request_id.decode("latin-1"))
         finally:
@@ -186,13 +190,22 @@ class Delivery:
         logger.warning("%s has not begun to answer request %s: it goes to another", replica.url,
                        self._request.request_id.decode("latin-1"))
 
+    def _note_failure(self, replica: Replica, counts: bool = True) -> None:
+        """`counts`: as a retry. Each replica may be asked that has no time, or cannot be reached."""
+        self._num_failed += counts
+        if self._request.is_computed:
+            replica.doubts.failed(self._request.prompt.model, self._fleet.now())
+
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
-        body = await answer.short_body(MOST_REFUSAL)
+        body = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REFUSAL_SECONDS):
+                body = await answer.short_body(MOST_REFUSAL)
         if body is None:                                 # some repeat the request's words: a long one is no failure of theirs
             headers = [each for each in headers if each[0] == b"retry-after"] + [(b"content-type", b"application/json")]
-            body = error_body(_TOO_LONG, "invalid_request_error" if answer.status < 500 else "server_error")
+            body = error_body(_NO_REASON, "invalid_request_error" if answer.status < 500 else "server_error")
         refusal = answer.status, headers, body
         # A busy one's words go first: that another has no such model or key is no answer for the fleet.
         if self._refusal is None or self._refusal[0] not in _BUSY or answer.status in _BUSY:
@@ -202,7 +215,11 @@ class Delivery:
             logger.warning("%s answers %d to request %s", replica.url, answer.status, request_id)
         elif answer.status == 502:
             replica.fail(f"it answers {answer.status}")
-        elif answer.status in _BUSY and not self._request.has_deadline and not answer.header(ALONE):
+        if answer.status not in _BUSY:
+            self._note_failure(replica)
+        elif self._request.has_deadline or answer.header(ALONE):
+            self._num_failed += 1                        # of this request alone
+        else:
             replica.asked_to_wait(answer.header(b"retry-after"))
 
     async def _whole(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
@@ -243,6 +260,8 @@ class Delivery:
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
+        if answer.status == 200 and self._request.is_computed:
+            replica.doubts.answered(self._request.prompt.model)
         if answer.status == 200 and self._request.method == "POST":
             now = self._fleet.now()
             is_usual = replica.was_heard(ticket.sent) and self._held_up <= HELD_UP * (now - ticket.sent)
@@ -281,12 +300,12 @@ class Delivery:
                     passed.append(part.data)
         finally:                                         # also what came before an event that fails: it counts as sent
             if events.began or (passed and not counted):
-                self._began(replica, ticket)
+                self._began(replica, answer, ticket)
             if body := b"".join(passed):
                 events.shown = events.shown or not counted
                 before = self._fleet.now()
                 if events.shown:                         # a tool's call, too: no text, and no time is learned of when it begins
-                    replica.silence.heard(ticket.serial, before)
+                    replica.silence.heard(ticket.serial, before, answer.give_up_standing)
                     replica.load.first_token(ticket, before)
                 await self._start(answer)
                 await send_part(self._send, body, more=True, behind=answer.held)
@@ -302,9 +321,9 @@ class Delivery:
     def _whole_chain(self, text: str | None) -> Chain:
         return with_answer(self._request.prompt, text) if text else ()
 
-    def _began(self, replica: Replica, ticket: Ticket) -> None:
+    def _began(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
         now = self._fleet.now()
-        replica.silence.heard(ticket.serial, now)        # also where the client has it from another one
+        replica.silence.heard(ticket.serial, now, answer.give_up_standing)       # also where the client has it from another one
         if replica.load.first_token(ticket, now):
             self._fleet.first_token.observe(ticket.first - ticket.sent)
             self._fleet.predicted_first_token.observe(ticket.predicted.first_token)

@@ -39,13 +39,15 @@ class Fleet:
             raise ConfigError("two replicas have the same address")
         self.options = options
         self.now = now
-        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options.health_failures, now) for each in upstreams]
+        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options, now) for each in upstreams]
         self.choice = Choice(options.policy, [replica.load for replica in self.replicas])
         self.slots = Slots()
         self.slots.limit = options.max_queued_requests
         self.slots.predicted_wait = lambda: self.choice.shortest_wait(self.now(), self.usable())
         self.bodies = HeldBodies(MOST_BODIES, options.max_body_bytes)
         self.stopping = False
+        self.has_ended = False
+        self.deadlines = set[asyncio.Timeout]()          # of the requests that are under way
         self._look: asyncio.Future[None] | None = None   # checks of those that are down, out of turn
         self._next_look = 0.0
         self.counts: Counter[str] = Counter()
@@ -57,9 +59,10 @@ class Fleet:
         return [number for number, each in enumerate(self.replicas) if number not in tried and each.is_usable(now)]
 
     def choose(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
-        now, usable = self.now(), self.usable(tried)
-        heard = [number for number in usable if not self.replicas[number].is_silent(now)]
-        return self.choice.choose(prompt, now, heard or usable) if usable else None
+        now, usable, again = self.now(), self.usable(tried), bool(tried)
+        heard = [number for number in usable if not self.replicas[number].is_silent(now)] or usable
+        good = [number for number in heard if not self.replicas[number].doubts.is_last(prompt.model, now, again)] or heard
+        return self.choice.choose(prompt, now, good) if usable else None
 
     async def choose_any(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
         """Where none is left, those that are down are checked at once: one may just have been restarted."""
@@ -96,6 +99,12 @@ class Fleet:
         if self.stopping:
             return "stopping"
         return "ok" if any(each.up for each in self.replicas) else "down"
+
+    def end_all(self) -> None:
+        """Each request ends now, with an error."""
+        self.has_ended = True
+        for each in self.deadlines:
+            each.reschedule(0.0)
 
     def close(self) -> None:
         if self._look is not None:
@@ -150,7 +159,7 @@ class Fleet:
         add("counter", "prefix_corrections", "Corrections of the prefix tree.", lambda each: each.load.corrections)
         for name, text in (
             ("answers", "Complete answers."), ("failures", "Failed checks and requests."), ("busy", "Answers 429 and 503."),
-            ("moved_late", "Streams that waited far too long and went to another replica."),
+            ("moved_late", "Requests that waited far too long and went to another replica."),
             ("prompt_tokens", "Prompt tokens of answers."), ("cached_tokens", "Prompt tokens that the replica had cached."),
             ("generation_tokens", "Tokens of answers."),
         ):

@@ -42,7 +42,7 @@ class PromptText(msgspec.Struct):
     def routed(self, salt: str) -> RoutedPrompt:
         root = hash((self.model, salt))
         chain = chain_of(self.text, root)
-        return RoutedPrompt(self.text, root, chain, self.most_output, self.is_chat, self.streams, self.num_unkept)
+        return RoutedPrompt(self.text, root, chain, self.most_output, self.is_chat, self.streams, self.num_unkept, self.model)
 
 
 def prompt_of(request: Mapping[str, Any], salt: str = "") -> RoutedPrompt:

@@ -2,19 +2,23 @@
 
 A replica is up until several checks or requests in a row fail; a check that succeeds brings it back. One that is down is checked
 as often as others, so that a restarted one does not wait. A replica that answers 429 or 503 gets no requests for the time it asks
-for. One that takes requests and does not answer them is chosen last (engine/replicas/silence.py).
+for. One that takes requests and does not answer them is chosen last (engine/replicas/silence.py), and so is one that fails
+at once (engine/replicas/doubts.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ridgeline.engine.replicas.doubts import Doubts
 from ridgeline.engine.replicas.replica_load import ReplicaLoad
 from ridgeline.engine.replicas.silence import Patience, Silence
 from ridgeline.process.log import get_logger
+from ridgeline.route.route_options import RouteOptions
 from ridgeline.route.upstream import ReplicaFailure, Upstream
 
 logger = get_logger("route")
@@ -26,18 +30,20 @@ MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
 class Replica:
     def __init__(
-        self, upstream: Upstream, load: ReplicaLoad, patience: Patience, failures: int, now: Callable[[], float]
+        self, upstream: Upstream, load: ReplicaLoad, patience: Patience, options: RouteOptions, now: Callable[[], float]
     ) -> None:
         self.upstream = upstream
         self.load = load
         self.silence = Silence(patience)
+        self.doubts = Doubts()
         self.counts: Counter[str] = Counter()            # for /metrics
         self.up = True
         self.busy_until = 0.0
         self.failed = 0                                  # checks and requests in a row
         self._is_unheard = False                         # the last check got no answer in time
         self._was_silent = False                         # as the log knows
-        self._most_failures = failures
+        self._most_failures = options.health_failures
+        self._most_still = options.stall_timeout or math.inf
         self._now = now
         self._counted: tuple[float, float] | None = None         # when, and how many tokens it had made by then
         self._rate: float | None = None
@@ -137,8 +143,12 @@ class Replica:
             self.upstream.give_up_silent(self._most_failures)
 
     def move_late(self) -> None:
-        """Streams that have waited far too long for their first word go elsewhere."""
-        self.silence.move_late(self._now())
+        """What has waited far too long for the first of its answer goes elsewhere."""
+        self.silence.move_late(self._now(), self._most_still)
+
+    def give_up_standing(self) -> None:
+        """Streams that have begun end, or go on elsewhere, if nothing comes from it any more."""
+        self.silence.give_up_begun(self._now(), self._most_still)
 
     def tell_silence(self) -> None:
         """In the log: when it falls silent, and when it does not any more."""
@@ -160,6 +170,7 @@ async def keep_checking(
     while True:
         await replica.check(max(1.0, interval))
         replica.tell_silence()
+        replica.give_up_standing()
         elsewhere = [each for each in others if each.up and each is not replica]
         if elsewhere:
             replica.give_up_silent()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -36,6 +37,10 @@ PIECE = LONG_BYTES                   # of a body that are written at once: a rep
 
 class ReplicaFailure(Exception):
     """No connection, one that ended before the answer did, or bytes that are no answer."""
+
+
+class NoConnection(ReplicaFailure):
+    """It has not got the request."""
 
 
 class Answer(asyncio.Protocol):
@@ -90,6 +95,11 @@ class Answer(asyncio.Protocol):
         self.close()
         self._news.set()
         self._writable.set()
+
+    def give_up_standing(self) -> None:
+        """Nothing has come of it for too long. What has come waits for its client, perhaps."""
+        if self.is_read and not self.complete:
+            self.give_up("nothing more came of its answer, nor of any other")
 
     @property
     def is_read(self) -> bool:
@@ -273,7 +283,7 @@ class Upstream:
             port = parts.port
         except ValueError:                               # half an IPv6 address, or a port that is none
             parts, port = urlsplit(""), None
-        is_plain = parts.netloc.isascii() and not parts.query and not parts.fragment
+        is_plain = re.fullmatch(r"[!-~]+", parts.netloc) and not parts.query and not parts.fragment
         if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
             raise ConfigError(f"{url!r} is not the address of a server, such as http://10.0.0.1:8000")
         if parts.username or parts.password:
@@ -359,10 +369,10 @@ class Upstream:
                     except OSError as failure:           # a TimeoutError is one
                         error = failure
         except TimeoutError:
-            raise ReplicaFailure(f"no connection within {CONNECT_SECONDS:g} s") from None
+            raise NoConnection(f"no connection within {CONNECT_SECONDS:g} s") from None
         except OSError as failure:
             error = failure
-        raise ReplicaFailure(f"no connection: {error.strerror or error}")
+        raise NoConnection(f"no connection: {error.strerror or error}")
 
     async def _connect(self, address: str) -> Answer:
         host, port = self._address

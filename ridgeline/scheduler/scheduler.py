@@ -326,8 +326,9 @@ class Scheduler:
         last one at which a prompt goes on."""
         most = self._most_tokens
         for_prompts = max(1, self._joining.time_model.prompt_tokens(num_decodes, position, most))
-        self._joining.weigh(num_decodes, for_prompts)
-        return min(most, num_decodes + for_prompts)
+        budget = min(most, num_decodes + for_prompts)
+        self._joining.weigh(num_decodes, max(1, budget - num_decodes))
+        return budget
 
     @property
     def _places(self) -> int:

@@ -31,7 +31,7 @@ OF_CROWD = 16                        # events per turn: of clients' connections,
 OF_PROBES = 4                        # … and of those that began with a health check: any client can begin with one
 OTHERS = 256
 TURN_SECONDS = 0.005                 # of processor time
-CALLBACKS, MOST_CALLBACKS = 16, 128  # per turn, besides those of urgent events; several of them are not `ahead`
+CALLBACKS, MOST_CALLBACKS = 4, 128  # per turn, besides those of urgent events; several of them are not `ahead`
 
 
 class Lane:

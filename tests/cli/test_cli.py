@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import resource
 import select
 import signal
@@ -129,6 +130,19 @@ def test_every_option_says_what_it_does(command: str) -> None:
     parser = ArgumentParser()
     import_module(COMMANDS[command][0]).add_arguments(parser)
     assert [action.dest for action in parser._actions if not action.help] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "said"),
+    [("bench soak", "--minutes", "10"), ("bench idle", "--batch", "1 256"), ("bench serve", "--request-rate", "inf"),
+     ("bench frontend", "--rate", "20000 30000 40000"), ("eval", "--tokens", "2048"), ("bench serve", "--max-concurrency", ""),
+     ("bench serve", "--model", "the first that the server lists")],
+)
+def test_help_says_an_option_s_default_once(command: str, option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    explained = capsys.readouterr().out.partition(f"\n  {option}")[2].partition("\n  -")[0]
+    assert re.findall(r"\(default:\s(.*?)\)", " ".join(explained.split())) == ([said] if said else [])
 
 
 def test_the_overview_names_what_other_programs_call_a_command(capsys: pytest.CaptureFixture[str]) -> None:

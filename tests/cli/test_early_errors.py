@@ -56,6 +56,8 @@ def test_mistakes_are_told_without_torch_and_without_an_engine(tmp_path: Path) -
         (["quantize", model, "--recipe", "fp8", "--out", missing, "--max-flips", "few"],
          "--max-flips must be a number of at least 0, such as 5%, got 'few'"),
         (["quantize", model, "--recipe", "int4-gptq", "--out", missing, "--calibration", missing], "cannot be read"),
+        (["quantize", model, "--recipe", "fp8-static", "--out", missing, "--calibration-tokens", "512"],
+         "--calibration-tokens must be at least 1024, got 512"),
         (["diagnose", missing], "does not exist"),
         (["diagnose", model, "--device", "cpu", "--input-len", "100000"], "the largest is"),
         (["diagnose", "--shape", "foo"], "unknown shape 'foo'"),

@@ -122,6 +122,17 @@ def test_70b_on_eight_h100() -> None:
     assert narrow.batch == 901                                                       # (640 − 35) / 0.671
 
 
+def test_the_textbook_counts_experts_in_their_own_format() -> None:
+    """gpt-oss-20b: 19.1 of 20.9 G parameters are experts in mxfp4, 4 of 32 are used. In bf16 they were 42 GB: "0 requests"."""
+    own, wide = setup("gpt-oss-20b", "RTX5090"), setup("gpt-oss-20b", "RTX5090", weights="fp8")
+    book, every = textbook(own, 1280), 3 * 2880 * 2880 + 3 * 2880
+    assert own.expert_weights == "mxfp4" and book.batch > 200
+    assert book.weights == pytest.approx(2 * own.model.parameters - 1.5 * 24 * 32 * every)
+    read = 2 * own.model.active_parameters - 1.5 * 24 * 4 * every
+    assert book.tok_s == pytest.approx(own.device.bandwidth / read)
+    assert textbook(wide, 1280).weights == wide.model.parameters
+
+
 def test_ridges() -> None:
     assert int(DEVICES["H100"].ridge("bfloat16")) == 295
     assert int(DEVICES["H200"].ridge("bfloat16")) == 206

@@ -12,6 +12,7 @@ import pytest
 from fake_replica import Behaviour, FakeReplica, Router
 
 from ridgeline.engine.client.long_work import LONG_BYTES
+from ridgeline.engine.replicas.doubts import DOUBT_SECONDS, IN_A_ROW
 from ridgeline.errors import NotNow, Overloaded
 from ridgeline.route import answer_events, delivery, upstream
 from ridgeline.server.http.failures import describe
@@ -123,13 +124,17 @@ def test_what_one_replica_cannot_answer_another_may(status: int) -> None:
         replicas[bad].behaviours = [Behaviour(status=status)]
         for _ in range(8):                                   # a retry takes a turn, too: it is asked first every time
             assert (await router.ask(CHAT)).text == SAID
-        assert len(replicas[bad].seen) == 8 == router.fleet.counts["retries"]
+        assert len(replicas[bad].seen) == IN_A_ROW == router.fleet.counts["retries"]
+        router.seconds += DOUBT_SECONDS
+        for _ in range(8):
+            assert (await router.ask(CHAT)).text == SAID
+        assert len(replicas[bad].seen) == IN_A_ROW + 1       # tried again, and once
         assert router.fleet.usable() == [0, 1]               # no client can take it down
         replicas[1 - bad].behaviours = [Behaviour(status=status)]
         call = await router.ask(CHAT)                        # it was the request's mistake: the replicas' own words
         assert call.status == status and json.loads(call.body) == {"error": {"message": "as scripted"}}
         assert not router.fleet.counts["refused"] and router.fleet.usable() == [0, 1]
-        replicas[first_of(router)].behaviours = [Behaviour(status=429)]
+        replicas[1 - bad].behaviours = [Behaviour(status=429)]
         assert (await router.ask(CHAT)).status == 429        # the other one does not say that it has no such model
 
     routed(test, FakeReplica(), FakeReplica())

@@ -10,6 +10,7 @@ import pytest
 from fake_replica import Behaviour, FakeReplica, Router
 from test_delivery import CHAT, GREEDY, SAID, first_of, routed
 
+from ridgeline.route import delivery
 from ridgeline.route.replica import keep_checking
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -109,6 +110,25 @@ def test_a_long_refusal_is_no_failure_of_its_replica() -> None:
 
     refusal = answer({"error": {"message": "m" * 100_000}}, LINE.replace(b"200", b"404"))
     routed(test, Scripted(refusal), Scripted(refusal))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_without_its_reason_is_a_refusal(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head was here, and its body never came: the request waited for it as long as its client did."""
+    monkeypatch.setattr(delivery, "REFUSAL_SECONDS", 0.0)
+
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        router.fleet.choice._turn = 1                    # the one that hangs is next
+        call = await router.ask(ASKED | {"stream": stream})
+        assert call.status == 200 and b"three" in call.body
+        assert router.fleet.usable() == [1] and not router.fleet.replicas[0].failed
+        router.seconds += 8.0
+        router.fleet.replicas[1].busy_until = 1e9
+        alone = await router.ask(ASKED | {"stream": stream})
+        assert (alone.status, alone.headers["retry-after"]) == (503, "7") and json.loads(alone.body)["error"]["message"]
+
+    head = b"HTTP/1.1 503 Busy\r\nretry-after: 7\r\ncontent-length: 90\r\n\r\n{"
+    routed(test, Scripted(head), FakeReplica())
 
 
 def test_headers_of_the_connection_to_a_replica_stay_there() -> None:

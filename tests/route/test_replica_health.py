@@ -8,6 +8,7 @@ import pytest
 from fake_replica import Behaviour, FakeReplica, Router
 from test_delivery import CHAT, GREEDY, SAID, first_of, routed
 
+from ridgeline.engine.replicas.doubts import DOUBT_SECONDS, IN_A_ROW
 from ridgeline.route.replica import keep_checking
 
 
@@ -134,3 +135,33 @@ def test_replicas_that_are_killed_under_load_fail_no_stream_that_can_be_continue
             await router.fleet.replicas[number].check(60.0)
 
     routed(test, FakeReplica(), FakeReplica())
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_replica_that_has_time_is_found(stopped: bool) -> None:
+    """Those that cannot be reached, or have no time, are idle: three of them were all that a request was sent to."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        for each in replicas[:-1] if stopped else ():
+            await each.stop()
+        for _ in range(3):
+            assert (await router.ask(CHAT)).text == SAID
+            router.seconds += 10.0
+
+    busy = Behaviour(status=503, headers={"retry-after": "9"})
+    routed(test, *(FakeReplica(busy) for _ in range(6)), FakeReplica(), policy="least-pending")
+
+
+def test_replicas_that_fail_at_once_do_not_take_every_try() -> None:
+    """Six of seven were started with another model: they were idle, so each request went to three of them and failed."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        failed = [(await router.ask(CHAT)).status for _ in range(6 * IN_A_ROW)].count(404)
+        assert failed < 6
+        for _ in range(6):
+            router.seconds += DOUBT_SECONDS
+            assert (await router.ask(CHAT)).text == SAID
+        for each in replicas[:-1]:
+            each.behaviours = [Behaviour()]
+        assert (await router.ask(CHAT | {"model": "other"})).text == SAID
+        assert sum(each.seen[-1].body["model"] == "other" for each in replicas[:-1]) == 1
+
+    routed(test, *(FakeReplica(Behaviour(status=404)) for _ in range(6)), FakeReplica(), policy="least-pending")

@@ -14,6 +14,7 @@ from test_delivery import CHAT, GREEDY, SAID, first_of, routed
 from ridgeline.engine.replicas.silence import MORE, SILENT_SECONDS, Patience, Silence
 
 LATE = SILENT_SECONDS + 1
+STILL = 120
 
 
 async def asked(router: Router, replica: FakeReplica, said: Behaviour, body: dict[str, Any] = CHAT) -> Call:
@@ -98,6 +99,68 @@ def test_a_stream_goes_elsewhere_once_and_not_when_something_of_it_has_come() ->
         assert call.text == SAID and (len(first.seen), len(other.seen)) == (1, 1)
 
     routed(test, FakeReplica(), FakeReplica())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_streams_of_a_replica_that_stands_still_end_or_go_on_elsewhere(exact: bool) -> None:
+    """Its engine hung behind a /health that works: what had begun waited for as long as its clients did."""
+    async def test(router: Router, first: FakeReplica, other: FakeReplica) -> None:
+        hold, one = asyncio.Event(), router.fleet.replicas[0]
+        call = await asked(router, first, Behaviour(hold=hold), GREEDY if exact else CHAT)
+        while call.text != "one ":
+            call.news.clear()
+            await call.news.wait()
+        router.seconds += STILL - 1
+        one.give_up_standing()
+        mute, prompt = await unanswered(router, first, CHAT)
+        router.seconds += 2.0
+        one.give_up_standing()                               # perhaps it computes this prompt
+        mute.set()
+        await prompt.task
+        _, piece = await unanswered(router, first, CHAT | {"stream": False})
+        router.seconds += STILL - 1
+        one.give_up_standing()                               # it has answered another one
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not call.task.done() and not piece.task.done() and not one.failed
+        router.seconds += 2.0
+        one.move_late()                                      # no stream has shown yet that the answer in one piece is not long
+        one.give_up_standing()
+        await asyncio.wait_for(call.task, 60)
+        assert not piece.task.done()
+        one.move_late()
+        await asyncio.wait_for(piece.task, 60)
+        assert piece.status == 200
+        assert call.text == SAID if exact else call.events[-1]["error"]["code"] == "replica_failed"
+        assert one.failed == 1 and one.is_silent(router.seconds) and len(other.seen) == 1 + exact
+
+    routed(test, FakeReplica(), FakeReplica(), stall_timeout=STILL)
+
+
+def test_a_stream_whose_client_does_not_read_is_no_stream_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, send = asyncio.Event(), Call._send
+
+    async def late(self: Call, message: Any) -> None:
+        if message.get("body"):
+            await reads.wait()
+        await send(self, message)
+
+    async def test(router: Router, replica: FakeReplica) -> None:
+        monkeypatch.setattr(Call, "_send", late)
+        hold, one = asyncio.Event(), router.fleet.replicas[0]
+        call = await asked(router, replica, Behaviour(hold=hold))
+        while not call.status:
+            await asyncio.sleep(0)
+        hold.set()
+        while all(each.is_read for each in one.upstream._open):
+            await asyncio.sleep(0)
+        router.seconds += STILL + 1
+        one.give_up_standing()
+        reads.set()
+        await asyncio.wait_for(call.task, 60)
+        assert call.text == SAID and not one.failed
+
+    routed(test, FakeReplica(), stall_timeout=STILL)
 
 
 def test_a_late_request_comes_back_when_the_others_fail() -> None:

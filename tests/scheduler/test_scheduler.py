@@ -305,13 +305,14 @@ def test_tokens_with_log_probabilities_are_learned_apart() -> None:
     assert NoTimeModel().scored_tokens(8, 300) == 300
 
 
-def test_prompts_with_log_probabilities_are_cut_by_what_they_cost() -> None:
+@pytest.mark.parametrize("in_time", [16, 4096])              # prompt tokens: a step of these simulations has 16 at most
+def test_prompts_with_log_probabilities_are_cut_by_what_they_cost(in_time: int) -> None:
     class Dear(Chunks):
         def scored_tokens(self, num_decodes: int, budget: int) -> int:
             return 4
 
     simulation = Simulation(replace(ROOMY, prefix_caching=False))
-    simulation.scheduler._joining.time_model = Dear(16)
+    simulation.scheduler._joining.time_model = Dear(in_time)
     simulation.ask("a", prompt(10), 5, prompt_logprobs=0)
     assert numbers(simulation.step()) == [4]
     simulation.ask("b", prompt(2, 1), 5)

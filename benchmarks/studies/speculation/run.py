@@ -24,7 +24,9 @@ rounding of bfloat16, which depends on the rows of a product, does not move answ
 `controller` in the record: of every cell with `auto`, its speed against the best fixed width that was measured, and against off.
 
 Width `auto`: the controller decides, with the dial as its proposer. Of a step: `step_ms` on the clock, `device_ms` on the device,
-`host_ms` in which the host did not wait for it.
+`host_ms` in which the host did not wait for it, and `sm_mhz`: the clock of the SMs when blocks began and when they ended, if the
+driver says it. `shapes`: which CUDA graphs ran the steps with drafts, by the most queries of a row and by tokens, how often, and
+the median of their times.
 
 `predictions.json` holds what was expected before the first run.
 """
@@ -38,7 +40,8 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,7 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.drafters import step_times
 from ridgeline.engine.core.executor import LocalExecutor
+from ridgeline.gpus.nvml import open_nvml, visible
 from ridgeline.messages import Request, StepResult
 from ridgeline.ops.cpu import native
 from ridgeline.sampling_params import SamplingParams
@@ -138,10 +142,10 @@ class Fixed:
         self.accepted += int(accepted.sum())
 
     def slept(self, rows: int) -> bool:
-        return True
+        return False
 
     def timed(self, *step: float) -> None:
-        """It learns nothing."""
+        """It learns nothing; the cell hears of it."""
 
     def ended(self, sequence: Sequence) -> None:
         """Its answers are known."""
@@ -157,16 +161,32 @@ class Block:
     steps: int = 0
     waited: float = 0.0              # seconds of the host for the device
     device: float = 0.0              # seconds of the device
+    shapes: dict[tuple[int, int], list[float]] = field(default_factory=dict)     # of steps with drafts: by queries and tokens
+    clocks: list[float] = field(default_factory=list)    # of the SMs when it began and ended, MHz
 
     @property
     def each(self) -> float:
         return self.seconds / self.tokens
 
 
+class Clock:
+    """Of the first GPU's SMs."""
+
+    def __init__(self) -> None:
+        self._nvml = open_nvml()
+        self._gpus = self._nvml.handles(visible()[:1]) if self._nvml is not None else []
+
+    def now(self) -> list[float]:
+        """In MHz; empty without a driver that says it."""
+        found = [self._nvml.read(gpu).sm_mhz for gpu in self._gpus] if self._nvml is not None else []
+        return [each for each in found if each is not None]
+
+
 class Cell:
     """One batch of requests, run again and again."""
 
-    def __init__(self, core: EngineCore, batch: int, context: int, output: int) -> None:
+    def __init__(self, core: EngineCore, batch: int, context: int, output: int, times: Pace, clock: Clock) -> None:
+        self._times, self._clock = times, clock
         rng = random.Random(context)
         self._vocab = core.config.model.vocab_size
         self._core, self._output = core, output
@@ -190,12 +210,15 @@ class Cell:
         core.scheduler.drafter = drafter
         block.tokens = 0
         core.executor.collect = self._timed_collect              # type: ignore[method-assign]
+        timed, drafter.timed = drafter.timed, self._noted(drafter.timed)
+        block.clocks = self._clock.now()
         began = time.perf_counter()
         while core.has_work and (to_the_end or block.tokens < count * self._output):
             self._take(block)
             block.steps += 1
         block.seconds = time.perf_counter() - began
-        core.executor.collect = self._collect                    # type: ignore[method-assign]
+        block.clocks += self._clock.now()
+        core.executor.collect, drafter.timed = self._collect, timed              # type: ignore[method-assign]
         for number in range(count):
             core.abort(str(number))
         while core.has_work:
@@ -216,13 +239,27 @@ class Cell:
         self._block.device += result.device_seconds
         return result
 
-    def measure(self, alpha: float, widths: list[str], pairs: int, times: Pace, end: float) -> list[dict[str, Any]]:
+    def _noted(self, timed: Callable[..., None]) -> Callable[..., None]:
+        """What a drafter hears of each step, the block hears, too."""
+        times, shapes = self._times.ahead, self._block.shapes
+
+        def heard(rows: int, tokens: int, queries: int, keys: int, seconds: float, *more: Any) -> None:
+            if queries > 1:
+                bound = times.bound(rows, queries)
+                sizes = times.table(bound, keys).sizes
+                size = int(sizes[min(int(sizes.searchsorted(tokens)), len(sizes) - 1)])
+                shapes.setdefault((bound, size), []).append(seconds)
+            timed(rows, tokens, queries, keys, seconds, *more)
+
+        return heard
+
+    def measure(self, alpha: float, widths: list[str], pairs: int, end: float) -> list[dict[str, Any]]:
         """A row for each width. With fewer rounds, but one at least, if there is no time for all before `end`."""
         tape = Tape(self._truth, alpha, self._vocab)
         library = native.if_built()                              # as the engine's own controller has it
         drafters: dict[str, Any] = {width: Fixed(tape, int(width)) for width in widths if width != AUTO}
         if AUTO in widths:
-            drafters[AUTO] = Controller([tape], times, MOST_DRAFTS, native=library)
+            drafters[AUTO] = Controller([tape], self._times, MOST_DRAFTS, native=library)
         for width, drafter in drafters.items():                  # graphs are captured, and the controller learns
             for _ in range(3 if width == AUTO else 1):
                 tape.renew()
@@ -250,7 +287,8 @@ class Cell:
             "off_tok_s": 1 / statistics.median(block.each for block in off),
             "on_tok_s": 1 / statistics.median(block.each for block in on),
             "acceptance": accepted / max(1, proposed), "agreement": min(self._agreement(block) for block in on),
-            "drafts_per_step": proposed / steps, "off": _of_a_step(off), "on": _of_a_step(on), "ratios": ratios,
+            "drafts_per_step": proposed / steps, "off": _of_a_step(off), "on": _of_a_step(on), "shapes": _shapes(on),
+            "ratios": ratios,
         }
 
     def _agreement(self, block: Block) -> float:
@@ -272,14 +310,26 @@ def _clear(off: list[Block], found: dict[str, list[Block]]) -> bool:
     return min(auto) >= BAR_OF_OFF and all(own >= BAR_OF_BEST * other for own, other in zip(auto, best, strict=False))
 
 
-def _of_a_step(blocks: list[Block]) -> dict[str, float]:
+def _of_a_step(blocks: list[Block]) -> dict[str, Any]:
     steps = sum(block.steps for block in blocks)
     seconds, waited, device = (sum(getattr(block, name) for block in blocks) for name in ("seconds", "waited", "device"))
-    tokens = sum(block.tokens for block in blocks)
+    tokens, clocks = sum(block.tokens for block in blocks), [block.clocks for block in blocks if len(block.clocks) == 2]
     return {
         "step_ms": 1e3 * seconds / steps, "host_ms": 1e3 * (seconds - waited) / steps, "device_ms": 1e3 * device / steps,
-        "tokens": tokens / steps,
+        "tokens": tokens / steps, "sm_mhz": [statistics.mean(each) for each in zip(*clocks, strict=True)],
     }
+
+
+def _shapes(blocks: list[Block]) -> list[dict[str, float]]:
+    """Of steps with drafts; those that ran most often first."""
+    every: dict[tuple[int, int], list[float]] = {}
+    for block in blocks:
+        for shape, seconds in block.shapes.items():
+            every.setdefault(shape, []).extend(seconds)
+    return [
+        {"queries": queries, "tokens": tokens, "steps": len(seconds), "ms": 1e3 * statistics.median(seconds)}
+        for (queries, tokens), seconds in sorted(every.items(), key=lambda each: -len(each[1]))
+    ]
 
 
 def _counts(drafter: Any) -> np.ndarray:
@@ -393,6 +443,7 @@ class Study:
         self._times, self._gpu = step_times(core.config), gpu_facts() or None
         self._cells: dict[tuple[int, int], Cell] = {}
         self.found = found
+        self._clock = Clock()
         self._longest = 0.0                              # seconds of the longest measurement …
         self._prompts = 0.0                              # … and of a new cell's prompts, for each of their tokens
 
@@ -410,11 +461,13 @@ class Study:
         if time.monotonic() + self._longest + self._prompts * new > self._end:
             return False
         began = time.monotonic()
-        cell = self._cells.get(at) or self._cells.setdefault(at, Cell(self._core, *at, self._args.output))
+        if at not in self._cells:
+            self._cells[at] = Cell(self._core, *at, self._args.output, self._times, self._clock)
+        cell = self._cells[at]
         if new:
             self._prompts = max(self._prompts, (time.monotonic() - began) / new)
         began = time.monotonic()
-        for row in cell.measure(first.alpha, [key.width for key in keys], self._args.pairs, self._times, self._end):
+        for row in cell.measure(first.alpha, [key.width for key in keys], self._args.pairs, self._end):
             self.found.append({"batch": first.batch, "context": first.context, "alpha": first.alpha} | row)
             print(json.dumps(self.found[-1]), flush=True)
         self._longest = max(self._longest, time.monotonic() - began)

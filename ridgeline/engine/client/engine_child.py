@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from io import RawIOBase
 from types import MappingProxyType
 
 import zmq
@@ -43,7 +44,7 @@ logger = get_logger("async_llm")
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _CONNECT_SECONDS = 0.02              # between two tries to send the first frame
-_TURN_SECONDS = 0.005                # messages are handled for at most this long before other tasks run
+_TURN_SECONDS = 0.005                # of processor time; messages are handled for at most this long before other tasks run
 _STOP_SECONDS = (1.0, 0.5)           # for an engine to exit when asked, and when sent SIGTERM; then it is killed
 _LAST_WORDS_SECONDS = 1.0            # for reading the messages that a dead engine left
 _WITH_WORDS = (1, 2)                 # exit codes of an engine that has said why (engine/core/loop.py)
@@ -86,12 +87,13 @@ class EngineChild:
             self._to_engine.bind(self._sockets.address("to-engine"))
             self._from_engine = context.socket(zmq.PULL)
             self._from_engine.bind(self._sockets.address("from-engine"))
-            self._fd: int = self._from_engine.FD
+            self._more = _always_readable()
+            undo.callback(self._more.close)
             settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid(), "sizes": dict(sizes)}
             self._kills = OutOfMemoryKills()
             self._child = start_child(module, json.dumps(settings), environment={**child_environment(), **environment})
             # Also without stop(): at the latest when the interpreter ends.
-            self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
+            self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets, self._more)
             undo.callback(self._cleanup)
             self._watch_for_end(undo)
             self._loop.add_reader(self._fd, self._read)
@@ -100,6 +102,10 @@ class EngineChild:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def _fd(self) -> int:
+        return int(self._from_engine.FD)
 
     def send(self, frame: bytes) -> None:
         try:
@@ -121,7 +127,7 @@ class EngineChild:
         """The first reason counts. No further messages are received; those that have arrived are still handled."""
         if not self.lost.done():
             self.lost.set_result(why)
-            self._loop.remove_reader(self._fd)           # an unread socket would wake the event loop for ever
+            self._stop_reading()                         # an unread socket would wake the event loop for ever
             for _ in self._work or ():
                 pass
             self._on_lost()
@@ -151,7 +157,6 @@ class EngineChild:
                 except TimeoutError:
                     force()
             await self._exited.wait()
-            self._loop.remove_reader(self._fd)
             self._from_engine.context.destroy(linger=0)
             self._cleanup()
 
@@ -159,13 +164,20 @@ class EngineChild:
         """Take what has arrived. The descriptor signals changes only, so leave nothing unread without coming back."""
         if self._from_engine.closed or self.lost.done():
             return
-        until = time.monotonic() + _TURN_SECONDS
+        until = time.thread_time() + _TURN_SECONDS
         while self._take_next():
             if self.lost.done():
                 return
-            if time.monotonic() >= until:
-                self._loop.call_soon(self._read)
+            if time.thread_time() >= until:
+                # As call_soon, but the front end's loop takes descriptors before the callbacks of its clients, of which
+                # hundreds may wait.
+                self._loop.add_reader(self._more, self._read)
                 return
+        self._loop.remove_reader(self._more)
+
+    def _stop_reading(self) -> None:
+        for each in (self._fd, self._more):
+            self._loop.remove_reader(each)
 
     def _take_next(self) -> bool:
         """A piece of the message in hand, or the next message; False when there is none."""
@@ -226,8 +238,16 @@ class EngineChild:
         self._exited.set()
 
 
-def _abandon(child: subprocess.Popen[bytes], sockets: SocketDir) -> None:
+def _always_readable() -> RawIOBase:
+    """The reading end of a pipe without another end."""
+    reading, writing = os.pipe()
+    os.close(writing)
+    return open(reading, "rb", buffering=0)
+
+
+def _abandon(child: subprocess.Popen[bytes], sockets: SocketDir, more: RawIOBase) -> None:
     if child.poll() is None:
         child.kill()
         child.wait()
     sockets.close()
+    more.close()

@@ -145,6 +145,7 @@ class LongWork:
             del job
 
 
+SHORT_WORK = LongWork()              # asyncio's threads are more than cores: the event loop would wait in line behind them
 LONG_WORK = LongWork()
 HUGE_WORK = LongWork(threads=1)
 
@@ -181,7 +182,7 @@ async def away_to_answer(num_bytes: int, work: Callable[[], T]) -> T:
 
 async def away(num_bytes: int, work: Callable[[], T]) -> T:
     """Do `work` on `num_bytes` in a thread: of those that short requests share, or of those for long work."""
-    return await _long(num_bytes, work) if num_bytes > LONG_BYTES else await asyncio.to_thread(work)
+    return await (_long(num_bytes, work) if num_bytes > LONG_BYTES else SHORT_WORK.run(work, num_bytes))
 
 
 async def _long(num_bytes: int, work: Callable[[], T], is_answer: bool = False) -> T:

@@ -25,6 +25,7 @@ class RoutedPrompt:
     is_chat: bool = False
     streams: bool = True             # when its answer begins can be seen
     num_unkept: int = 0              # bytes behind `text`: too far on for a prefix tree
+    model: bytes = b""               # a digest of its name
 
     @property
     def num_bytes(self) -> int:

@@ -3,13 +3,15 @@
 A request is late when something of its answer should have come, by how long requests usually wait. A replica is silent while one
 of its requests is late and nothing has come of any other for SILENT_SECONDS. Others are chosen before it. If all late requests
 have left it, it gets one request every SILENT_SECONDS, to find out. The first answer ends its silence. What requests took that
-were there in a silence says nothing of the time that others will take.
+were there in a silence says nothing of the time that others will take. Streams that have begun are not late: they end when
+nothing has come of any answer for a time that the caller gives.
 
 Knows numbers only: no clock, no HTTP.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,6 +55,7 @@ class Silence:
         # The oldest first: as replicas begin them in order, the oldest says whether any is late.
         self._streams: dict[int, Unanswered] = {}
         self._pieces: dict[int, Unanswered] = {}
+        self._begun: dict[int, Callable[[], None]] = {}  # streams of which something has come, and what ends each
         self._heard = float("-inf")                      # when something of an answer came last
         self._is_lost = False                            # a late request has left since then, or impatient ones in a row
         self._in_vain = 0.0                              # seconds in which there were requests that left before they were late
@@ -67,8 +70,10 @@ class Silence:
         if self._is_lost:
             self._quiet_until = now + SILENT_SECONDS
 
-    def heard(self, number: int, now: float) -> None:
-        """Something of this answer has come."""
+    def heard(self, number: int, now: float, give_up: Callable[[], None] | None = None) -> None:
+        """Something of this answer has come. `give_up`: ends it, if more is to come."""
+        if give_up is not None:
+            self._begun[number] = give_up
         request, since, long = self._pop(number), self._heard, self._patience.seconds(True, 0.0)
         if request is not None:
             since, long = max(since, request.sent), request.patience
@@ -80,6 +85,7 @@ class Silence:
     def left(self, number: int, now: float) -> None:
         """It failed or went elsewhere, or its client has gone; or its answer is complete. Where clients wait for less than a
         request needs to be late, one after the other counts as one that waits."""
+        self._begun.pop(number, None)
         request = self._pop(number)
         if request is None:
             return
@@ -97,16 +103,31 @@ class Silence:
         oldest = (next(iter(each.values()), None) for each in (self._streams, self._pieces))
         return any(each is not None and each.is_late(now) for each in oldest) or (self._is_lost and now < self._quiet_until)
 
+    def give_up_begun(self, now: float, seconds: float) -> int:
+        """End all begun streams if nothing has come of any answer for so long; how many. Not while it may be computing a prompt
+        that was predicted to take as long."""
+        if not self._begun or now < self._heard + seconds or ((self._streams or self._pieces) and not self.is_silent(now)):
+            return 0
+        begun = list(self._begun.values())
+        self._begun.clear()
+        self._is_lost, self._quiet_until = True, now + SILENT_SECONDS
+        for give_up in begun:
+            give_up()
+        return len(begun)
+
     def late(self, now: float) -> list[Unanswered]:
         return [each for of in (self._streams, self._pieces) for each in of.values() if each.is_late(now)]
 
-    def move_late(self, now: float) -> int:
+    def move_late(self, now: float, seconds: float = math.inf) -> int:
         """Send elsewhere what is far too late, and can go; how many. A replica that answers others is only full: elsewhere they
-        would begin to wait again."""
+        would begin to wait again. A late answer in one piece may be a long one: it goes after so many seconds without a sign of
+        the replica, if a stream has ended or left there without its answer."""
         if not self.is_silent(now):
             return 0
-        far = [each for each in self._streams.values() if each.move is not None and now > each.sent + FAR * each.patience]
-        for each in far:
-            assert each.move is not None
-            each.move()
-        return len(far)
+        far = [each for each in self._streams.values() if now > each.sent + FAR * each.patience]
+        if self._is_lost and now >= self._heard + seconds:
+            far += [each for each in self._pieces.values() if each.is_late(now) and now >= each.sent + seconds]
+        moves = [each.move for each in far if each.move is not None]
+        for move in moves:
+            move()
+        return len(moves)

@@ -126,9 +126,9 @@ REFUSED = {
         "BailingHybrid", "BailingMoeV2_5", "KimiLinear", "MiniMaxForCausalLM", "MiniMaxText01", "OlmoHybrid", "Qwen3Next",
         "Qwen3_5", "Qwen4", "Qwen35",
     ),
-    "layers of short convolutions": ("Inkling", "Lfm2"),
+    "layers of short convolutions": ("Inkling", "Lfm2", "Lfm3"),
     "sparse attention with an indexer": (
-        "AXK2", "DeepseekV32", "DeepseekV4", "Glm5", "GlmMoeDsa", "GlmDsa", "HYV4", "MiniMaxM3",
+        "AXK2", "DeepseekV32", "DeepseekV4", "Dots3", "Glm5", "GlmMoeDsa", "GlmDsa", "HYV4", "MiniMaxM3",
     ),
     "embeddings for every layer and keys that layers share": ("Gemma3n", "Gemma4"),
     "an encoder and a decoder": (
@@ -149,7 +149,7 @@ REFUSED = {
     "masks that the model learns": ("Doge",),
     "mixtures of attention heads": ("JetMoe",),
     "two attentions in every layer, and experts that do nothing": ("LongcatFlash",),
-    "layers that run several times": ("HrmText",),
+    "layers that run several times": ("HrmText", "IQuestLoopCoder"),
     "experts of their own for images": ("CogVLM", "Ernie4_5_VL"),
     "a prompt whose tokens see each other": ("PaliGemma", "PI0", "GitForCausalLM"),
     "images as tokens of its own": ("Emu3",),

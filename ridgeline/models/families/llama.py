@@ -26,7 +26,9 @@ LLAMA = Family(
     name="llama",
     architectures=(
         "LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "YiForCausalLM",
+        "IQuestCoderForCausalLM",
     ),
+    only={"clip_qkv": None},                             # of IQuest's own code; no checkpoint of it has a limit
     gguf="llama",
     gguf_permuted=True,
 )

@@ -12,7 +12,7 @@ import pytest
 
 from ridgeline.engine.client import long_work
 from ridgeline.engine.client.grammar_check import _Pending
-from ridgeline.engine.client.long_work import GivenUp, LongWork, checkpoint
+from ridgeline.engine.client.long_work import THREADS, GivenUp, LongWork, away, checkpoint
 from ridgeline.engine.client.prompt_limits import LONG_WORK, MOST_VALUES, is_brief, num_chars
 from ridgeline.errors import BadRequest, Overloaded, TimedOut
 
@@ -59,6 +59,19 @@ def test_when_too_much_waits_more_is_refused_and_short_work_goes_on() -> None:
         assert await asyncio.to_thread(lambda: "short") == "short"
         gate.opened.set()
         assert await asyncio.gather(*running, *waiting) == ["done"] * 5
+
+    asyncio.run(check())
+
+
+def test_short_texts_are_tokenised_by_few_threads() -> None:
+    """Tokenisers compute without Python's lock: the event loop would have a small part of the cores."""
+    async def check() -> None:
+        gate = Gate()
+        running = [asyncio.ensure_future(away(1000, gate)) for _ in range(3 * THREADS)]
+        await until_begun(gate, THREADS)
+        assert not await asyncio.to_thread(gate.begun.acquire, True, 0.1)
+        gate.opened.set()
+        assert await asyncio.gather(*running) == ["done"] * len(running)
 
     asyncio.run(check())
 

@@ -36,6 +36,11 @@ def test_every_name_loads_or_is_refused_for_a_reason() -> None:
     assert all("is not supported (" in message for name in names if (message := refusal(name)))
 
 
+def test_names_that_newer_transformers_have_are_refused_for_a_reason() -> None:
+    reasons = {"Lfm3": "short convolutions", "Dots3Note": "sparse attention", "IQuestLoopCoder": "layers that run several times"}
+    assert [name for name, reason in reasons.items() if reason not in refusal(f"{name}ForCausalLM")] == []
+
+
 def test_every_gguf_name_of_ours_is_llama_cpps() -> None:
     ours = {name for family in FAMILIES for name in (family.gguf, *family.gguf_also) if name}
     assert ours <= set(gguf.MODEL_ARCH_NAMES.values())

@@ -42,6 +42,7 @@ def test_names_of_hubs_are_known(name: str, beginning: str, mask: str, tmp_path:
 
 @pytest.mark.parametrize(("name", "architecture", "further"), [
     ("llama-yarn", "InternLM3ForCausalLM", ()), ("llama", "XverseForCausalLM", ()), ("llama", "YiForCausalLM", ()),
+    ("llama", "IQuestCoderForCausalLM", ()),
     ("qwen2.5-yarn", "MiMoForCausalLM", ("model.mtp_layers.0.input_proj.weight",)),
 ])
 def test_other_names_of_a_family_are_known(name: str, architecture: str, further: tuple[str, ...], tmp_path: Path) -> None:

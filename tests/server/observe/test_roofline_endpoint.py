@@ -318,6 +318,26 @@ def test_a_window_is_a_difference() -> None:
     assert history[-1][1] == pytest.approx(50) and history[-1][5] == pytest.approx(0.9)
 
 
+def test_a_page_that_asks_again_costs_one_more_row_of_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 120 rows took tens of milliseconds of the event loop each time. Other peaks change all of them."""
+    live, counted, judged = LiveRoofline(), 0, Utilisation.of
+
+    def of(each: PhaseSums, rates: Rates) -> Utilisation:
+        nonlocal counted
+        counted += 1
+        return judged(each, rates)
+
+    monkeypatch.setattr(Utilisation, "of", of)
+    for second in range(30):
+        live.take(100.0 + second, sums(10 * second, 0.9 * second, sampled=50 * second, weights=1e12 * second))
+    before = live.history(RATES)
+    live.take(130.0, sums(300, 27.0, sampled=1500, weights=3e13))
+    counted = 0
+    assert live.history(RATES)[:-1] == before and counted == 1
+    faster = live.history(replace(RATES, read_bytes_s=2 * RATES.read_bytes_s))
+    assert counted == 31 and faster[0][4] == pytest.approx(before[0][4] / 2)
+
+
 def test_overhead_and_kernels_below_their_roof_are_two_things() -> None:
     """The page's verdict says "no overhead explains it": its step time must not call the same seconds overhead."""
     live = LiveRoofline()
