@@ -193,8 +193,7 @@ class Delivery:
     def _note_failure(self, replica: Replica, counts: bool = True) -> None:
         """`counts`: as a retry. Each replica may be asked that has no time, or cannot be reached."""
         self._num_failed += counts
-        if self._request.is_computed:
-            replica.doubts.failed(self._request.prompt.model, self._fleet.now())
+        replica.doubts.failed(self._request.prompt.model, self._fleet.now())
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
@@ -260,7 +259,7 @@ class Delivery:
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
-        if answer.status == 200 and self._request.is_computed:
+        if answer.status == 200 and (self._request.is_computed or self._request.method == "GET"):
             replica.doubts.answered(self._request.prompt.model)
         if answer.status == 200 and self._request.method == "POST":
             now = self._fleet.now()
