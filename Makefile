@@ -5,6 +5,9 @@ ARGS   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Byte code is written by the first process that imports a module: pip would compile 17,000 files, in one thread, of which a tenth
+# is ever imported. Where Python writes none, Ridgeline keeps it in its cache (ridgeline/process/head_start.py).
+INSTALL := $(PIP) install --no-compile --constraint constraints.txt
 
 # What needs a GPU to mean anything: kernels on the device, greedy tokens and laws on it, memory, sampling.
 GPU_TESTS := tests/ops/test_ops.py tests/runner/test_sampler.py tests/models/test_families.py tests/engine/test_laws.py \
@@ -35,7 +38,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.run-ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing pinned dependencies (once; a few minutes) ..."
-	$(PIP) install --constraint constraints.txt --editable .
+	$(INSTALL) --editable .
 	@echo "compiling the CPU kernels ..."
 	@# Without a C compiler everything works, more slowly: the line that says so is enough.
 	-@$(BIN)/ridgeline build
@@ -48,7 +51,10 @@ $(VENV)/.run-ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.test-ready: $(VENV)/.run-ready
 	@echo "installing test dependencies (once; a few minutes) ..."
 	$(PIP) install "pip>=25.1"
-	$(PIP) install --constraint constraints.txt --group dev
+	$(INSTALL) --group dev
+	@# Once, before the tests start processes that would each compile the same files.
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c \
+	    "import hypothesis, pytest, ridgeline.engine.core.loop, ridgeline.server.app, transformers, triton.experimental.gluon, xgrammar"
 	@touch $@
 
 serve: install

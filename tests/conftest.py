@@ -113,6 +113,10 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        # pytest adds two handlers to every logger that passes nothing on, and removes them, three times a test. torch has 40.
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     if comparison := sys.modules.get("torch.testing._comparison"):
         # No test compares tensors of this kind; to ask for it, torch imports 0.8 s of modules in every process that compares any.
         comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ import torch
 
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.record import finish, record
+from ridgeline.bench.lab.temporary_folder import temporary_folder
 from ridgeline.distributed.time_collectives import ONE_SHOT
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import start_child
@@ -126,7 +127,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 prints."""
     common = {"ranks": args.ranks, "device": args.device, "sizes": sorted(args.sizes), "repeats": args.repeats,
               "in_a_row": args.in_a_row}
-    with tempfile.TemporaryDirectory(prefix="ridgeline-comm-") as folder, tempfile.TemporaryFile() as out:
+    folder = temporary_folder("ridgeline-comm-")
+    with tempfile.TemporaryFile() as out:
         children = [
             start_child("ridgeline.distributed.time_collectives", json.dumps(
                 common | {"rank": rank, "store": f"{folder}/store"}), stdout=out if rank == 0 else None)

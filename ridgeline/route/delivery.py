@@ -69,7 +69,7 @@ class Delivery:
         self._is_inside = False                          # the client has a part of a long event, but not its end
         self._tried = set[int]()                         # replicas
         self._limit: asyncio.Timeout | None = None       # of the replica that is tried, while the request can go elsewhere
-        self._may_move = request.prompt.streams          # once: where all are slow, it would never be answered
+        self._may_move = True                            # once: where all are slow, it would never be answered
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._num_failed = 0                             # replicas that have failed in it, and may fail by it
         self._held_up = 0.0                              # seconds in which the client did not take what was there
@@ -193,8 +193,7 @@ class Delivery:
     def _note_failure(self, replica: Replica, counts: bool = True) -> None:
         """`counts`: as a retry. Each replica may be asked that has no time, or cannot be reached."""
         self._num_failed += counts
-        if self._request.is_computed:
-            replica.doubts.failed(self._request.prompt.model, self._fleet.now())
+        replica.doubts.failed(self._request.prompt.model, self._fleet.now())
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
@@ -260,7 +259,7 @@ class Delivery:
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
-        if answer.status == 200 and self._request.is_computed:
+        if answer.status == 200 and (self._request.is_computed or self._request.method == "GET"):
             replica.doubts.answered(self._request.prompt.model)
         if answer.status == 200 and self._request.method == "POST":
             now = self._fleet.now()

@@ -46,6 +46,8 @@ class Fleet:
         self.slots.predicted_wait = lambda: self.choice.shortest_wait(self.now(), self.usable())
         self.bodies = HeldBodies(MOST_BODIES, options.max_body_bytes)
         self.stopping = False
+        self.has_ended = False
+        self.deadlines = set[asyncio.Timeout]()          # of the requests that are under way
         self._look: asyncio.Future[None] | None = None   # checks of those that are down, out of turn
         self._next_look = 0.0
         self.counts: Counter[str] = Counter()
@@ -97,6 +99,12 @@ class Fleet:
         if self.stopping:
             return "stopping"
         return "ok" if any(each.up for each in self.replicas) else "down"
+
+    def end_all(self) -> None:
+        """Each request ends now, with an error."""
+        self.has_ended = True
+        for each in self.deadlines:
+            each.reschedule(0.0)
 
     def close(self) -> None:
         if self._look is not None:
@@ -151,7 +159,7 @@ class Fleet:
         add("counter", "prefix_corrections", "Corrections of the prefix tree.", lambda each: each.load.corrections)
         for name, text in (
             ("answers", "Complete answers."), ("failures", "Failed checks and requests."), ("busy", "Answers 429 and 503."),
-            ("moved_late", "Streams that waited far too long and went to another replica."),
+            ("moved_late", "Requests that waited far too long and went to another replica."),
             ("prompt_tokens", "Prompt tokens of answers."), ("cached_tokens", "Prompt tokens that the replica had cached."),
             ("generation_tokens", "Tokens of answers."),
         ):

@@ -143,8 +143,8 @@ class Replica:
             self.upstream.give_up_silent(self._most_failures)
 
     def move_late(self) -> None:
-        """Streams that have waited far too long for their first word go elsewhere."""
-        self.silence.move_late(self._now())
+        """What has waited far too long for the first of its answer goes elsewhere."""
+        self.silence.move_late(self._now(), self._most_still)
 
     def give_up_standing(self) -> None:
         """Streams that have begun end, or go on elsewhere, if nothing comes from it any more."""

@@ -50,6 +50,10 @@ FORWARDED = frozenset({
 MODELS = "/v1/models"
 NODES_PER_TURN = 2_000               # of prompts for which a replica is chosen: each is looked up and noted, in 2 microseconds
 _TIMEOUT = "the request took longer than request_timeout allows"
+_STOPPING = "this router is stopping; try again elsewhere"
+# What a stream ends with; the status is what the answer would have had before its beginning.
+_LATE = 504, _TIMEOUT, "timeout_error", "request_timeout"
+_STOPPED = 503, "this router stopped before the answer was complete", "service_unavailable_error", "try_again"
 
 
 class RouteApp:
@@ -97,7 +101,7 @@ class RouteApp:
         fleet, body, deliveries = self._fleet, Body(self._fleet.bodies), list[Delivery]()
         try:
             if fleet.stopping:
-                raise TryAgain("this router is stopping; try again elsewhere", 1.0)
+                raise TryAgain(_STOPPING, 1.0)
             fleet.slots.check_free()
             if scope["method"] == "POST":
                 check_media_type(scope)                  # a foreign page's form must not reach a replica
@@ -130,15 +134,19 @@ class RouteApp:
 
     async def _within(self, scope: Scope, delivery: Delivery) -> None:
         """The whole delivery, inside its deadline."""
-        ends = caller_of(scope).ends
+        fleet, ends = self._fleet, caller_of(scope).ends
+        limit = asyncio.timeout(None if ends is None else max(0.0, ends - time.monotonic()))
         try:
-            async with asyncio.timeout(None if ends is None else max(0.0, ends - time.monotonic())):
+            async with limit:
+                fleet.deadlines.add(limit)
                 await delivery.run()
         except TimeoutError:
             if not delivery.started:
-                raise TimedOut(_TIMEOUT) from None
-            await delivery.end_with_error(504, _TIMEOUT, "timeout_error", "request_timeout")
+                raise (TryAgain(_STOPPING, 1.0) if fleet.has_ended else TimedOut(_TIMEOUT)) from None
+            status, *error = _STOPPED if fleet.has_ended else _LATE
+            await delivery.end_with_error(status, *error)
         finally:
+            fleet.deadlines.discard(limit)
             scope.get(LOG, {})["replica"] = delivery.replica
 
 

@@ -25,6 +25,7 @@ from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.lifecycle import (
+    GOODBYE_SECONDS,
     SWITCH_SECONDS,
     ListeningServer,
     NoFiles,
@@ -69,8 +70,14 @@ class RouteServer(ListeningServer):
             logger.info("waiting for %d answers to finish; Ctrl-C again stops at once", fleet.num_open)
         while fleet.num_open and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.05)
+        fleet.end_all()
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        while fleet.slots.taken and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()                 # its requests are cancelled, and their replicas see it
+            connection.transport.abort()                 # a client that does not even read its error
+        while fleet.num_open and time.monotonic() < deadline + GOODBYE_SECONDS:
+            await asyncio.sleep(0.01)                    # those see it, or asyncio would log each with a traceback
 
 
 async def serve(fleet: Fleet, keys: Keys, listener: socket.socket, on_ready: Callable[[], None]) -> None:

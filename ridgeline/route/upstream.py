@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -282,7 +283,7 @@ class Upstream:
             port = parts.port
         except ValueError:                               # half an IPv6 address, or a port that is none
             parts, port = urlsplit(""), None
-        is_plain = parts.netloc.isascii() and not parts.query and not parts.fragment
+        is_plain = re.fullmatch(r"[!-~]+", parts.netloc) and not parts.query and not parts.fragment
         if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
             raise ConfigError(f"{url!r} is not the address of a server, such as http://10.0.0.1:8000")
         if parts.username or parts.password:

@@ -153,11 +153,11 @@ def _pieces(core: tokenizers.Tokenizer) -> Pieces:
         return Pieces(behind, first=first, alone=writes_by_token(listed))
     steps = {step["type"]: step for step in listed}
     piece_of = byte_level_piece if byte_level else sentencepiece_piece
-    added = core.get_added_tokens_decoder()
+    literal = core.get_added_tokens_decoder() if byte_level else {}      # SentencePiece's are decoded: Gemma's "▁▁" is two blanks
     pieces = [b""] * size
     for text, token in vocabulary.items():
         byte = byte_of(text) if "ByteFallback" in steps else None
-        pieces[token] = text.encode() if token in added else byte if byte is not None else piece_of(text)
+        pieces[token] = text.encode() if token in literal else byte if byte is not None else piece_of(text)
     metaspace = steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
     return Pieces(pieces, metaspace or int(steps.get("Strip", {}).get("start", 0)) > 0)
 

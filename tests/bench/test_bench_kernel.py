@@ -75,7 +75,7 @@ def rms_norm(x, weight, eps, **more):
 """, "silent fallback (prefill-512, float32): it ran the current implementation"),
     "writes into its input": (RIGHT.replace("x = x + residual", "x += residual"), "changed argument"),
     "gives its input back": ("""
-def rms_norm(x, weight, eps, *, residual=None):
+def rms_norm(x, weight, eps, *, residual=None, weight_offset=0.0):
     return (x, residual)[: 1 + (residual is not None)]
 """, "returned its input"),
     "raises": ("def candidate(*args, **kwargs):\n    raise ValueError('no such kernel')\n", "ValueError: no such kernel"),
@@ -116,9 +116,11 @@ def test_a_faulty_candidate_is_found_out(name: str, tmp_path: Path, capsys: pyte
     assert said in capsys.readouterr().out
 
 
-def test_another_signature_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", ["x, weight", "x, weight, eps", "x, weight, eps, *, residual=None"])
+def test_another_signature_is_one_line(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also without arguments that only some cases have: each of these was a fault of its own, without the signature."""
     path = tmp_path / "mine.py"
-    path.write_text("def rms_norm(x, weight):\n    return x\n")
+    path.write_text(f"def rms_norm({arguments}):\n    return x\n")
     assert main(["bench", "kernel", str(path), "--op", "rms_norm", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert "it must be called like rms_norm(x: " in said and "eps" in said and said.count("\n") == 1

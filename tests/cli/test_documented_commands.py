@@ -43,3 +43,8 @@ def test_commands_of_a_page_can_be_copied(page: Path, tmp_path: Path, monkeypatc
 
 def test_there_are_commands_to_copy() -> None:
     assert sum(len(list(commands(page))) for page in PAGES) > 100
+
+
+def test_every_benchmark_is_on_the_page_of_benchmarks() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert [name for name in COMMANDS if name.startswith("bench ") and f"    ridgeline {name}" not in page] == []

@@ -1429,9 +1429,11 @@ def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch
 
 
 @pytest.mark.reliability("S-09f")
-def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_small_grammars_at_once_are_all_compiled(
+    cold_start: None, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many as the request queue lets in, also while other requests generate. Seconds on a quiet machine; how long a client
-    waits on a busy one is not what this is about."""
+    waits on a busy one is not what this is about. Each is compiled in a fork, and a process that was started is a small one."""
     monkeypatch.setattr(grammar_check, "_PATIENCE_SECONDS", 600.0)
     checker = GrammarChecker(tokenizer)
     choices = [StructuredOutputs(choice=[f"yes {n}", f"no {n}"]) for n in range(90)]

@@ -10,7 +10,8 @@ import sys
 from typing import Any
 
 import pytest
-from fake_replica import Behaviour, FakeReplica
+from fake_replica import Behaviour, FakeReplica, Router
+from test_delivery import CHAT, held, routed
 
 from ridgeline.errors import ConfigError
 from ridgeline.route.fleet import Fleet, replica_keys
@@ -25,10 +26,10 @@ BODY = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 
 
-def test_sigterm_lets_a_stream_finish() -> None:
+def test_sigterm_lets_a_stream_finish_and_a_second_one_ends_the_others() -> None:
     async def test() -> None:
         hold = asyncio.Event()
-        async with FakeReplica(Behaviour(hold=hold)) as replica:
+        async with FakeReplica(Behaviour(hold=hold), Behaviour(hold=asyncio.Event())) as replica:
             environment = os.environ | {"RIDGELINE_ROUTE_KEY": "secret"}
             router = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "ridgeline", "route", replica.url, "--port", "0", stdout=asyncio.subprocess.PIPE,
@@ -45,6 +46,9 @@ def test_sigterm_lets_a_stream_finish() -> None:
             writer.write(POST % (len(BODY), BODY))
             read = await reader.readuntil(b"one ")
             assert b" 200 " in read and replica.seen[0].headers["authorization"] == "Bearer secret"
+            other, other_writer = await asyncio.open_connection("127.0.0.1", port)
+            other_writer.write(POST % (len(BODY), BODY))
+            await other.readuntil(b"one ")
             router.send_signal(signal.SIGTERM)
             while True:                                      # until it takes no more connections
                 try:
@@ -55,8 +59,12 @@ def test_sigterm_lets_a_stream_finish() -> None:
             hold.set()
             rest = await reader.read()
             assert b"four " in rest and b"[DONE]" in rest
+            router.send_signal(signal.SIGTERM)
+            rest = await other.read()
+            assert b"this router stopped" in rest and rest.endswith(b"\r\n0\r\n\r\n")
             writer.close()
-            assert await router.wait() == 0
+            other_writer.close()
+            assert await router.wait() == 0 and b"Traceback" not in await router.stderr.read()
 
     asyncio.run(asyncio.wait_for(test(), 120))
 
@@ -83,6 +91,25 @@ def test_the_drain_waits_for_a_body_that_arrives() -> None:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
+def test_what_has_not_ended_when_the_drain_is_over_ends_with_an_error() -> None:
+    """Connections were cut, and after a second Ctrl-C each request was logged with a traceback."""
+    async def test(router: Router, replica: FakeReplica) -> None:
+        _, stream = await held(router, replica)
+        mute = asyncio.Event()
+        replica.behaviours = [Behaviour(mute=mute)]
+        piece = router.start(CHAT | {"stream": False})
+        while len(replica.seen) < 2:
+            await asyncio.sleep(0)
+        router.fleet.stopping = True
+        router.fleet.end_all()
+        await asyncio.gather(stream.task, piece.task)
+        assert stream.is_complete and stream.events[-1]["error"]["code"] == "try_again" and b"stopped" in stream.body
+        assert piece.status == 503 and piece.headers["retry-after"] and b"stopping" in piece.body
+        assert not router.fleet.deadlines
+
+    routed(test, FakeReplica())
+
+
 def test_keys_for_replicas_come_from_the_environment_and_leave_it() -> None:
     environment = {"RIDGELINE_ROUTE_KEY": "all", "RIDGELINE_ROUTE_KEY_2": "second", "OTHER": "x"}
     assert replica_keys(3, environment) == ["all", "second", "all"]
@@ -91,7 +118,8 @@ def test_keys_for_replicas_come_from_the_environment_and_leave_it() -> None:
         replica_keys(1, {"RIDGELINE_ROUTE_KEY": "a\r\nb: c"})
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:99999", "http://u:p@a", "http://a/?x=1", "http://\u20ac"])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:99999", "http://u:p@a", "http://a/?x=1", "http://\u20ac",
+                                 "http://a b"])
 def test_addresses_that_cannot_be_used(url: str) -> None:
     with pytest.raises(ConfigError):
         Upstream(url)

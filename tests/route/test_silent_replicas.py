@@ -117,16 +117,22 @@ def test_streams_of_a_replica_that_stands_still_end_or_go_on_elsewhere(exact: bo
         one.give_up_standing()                               # perhaps it computes this prompt
         mute.set()
         await prompt.task
+        _, piece = await unanswered(router, first, CHAT | {"stream": False})
         router.seconds += STILL - 1
         one.give_up_standing()                               # it has answered another one
         for _ in range(9):
             await asyncio.sleep(0)
-        assert not call.task.done() and not one.failed
+        assert not call.task.done() and not piece.task.done() and not one.failed
         router.seconds += 2.0
+        one.move_late()                                      # no stream has shown yet that the answer in one piece is not long
         one.give_up_standing()
         await asyncio.wait_for(call.task, 60)
+        assert not piece.task.done()
+        one.move_late()
+        await asyncio.wait_for(piece.task, 60)
+        assert piece.status == 200
         assert call.text == SAID if exact else call.events[-1]["error"]["code"] == "replica_failed"
-        assert one.failed == 1 and one.is_silent(router.seconds) and len(other.seen) == exact
+        assert one.failed == 1 and one.is_silent(router.seconds) and len(other.seen) == 1 + exact
 
     routed(test, FakeReplica(), FakeReplica(), stall_timeout=STILL)
 

@@ -15,7 +15,7 @@ import pytest
 import transformers
 from counted_work import work_of
 from gguf_writer import Typed, write_gguf
-from tokenizers import decoders, processors
+from tokenizers import AddedToken, decoders, processors
 
 from ridgeline.errors import BadRequest, ModelError
 from ridgeline.models.end_tokens import directory_eos_token
@@ -558,6 +558,18 @@ def test_metaspace_decoders(tmp_path: Path) -> None:
         core.save(str(tmp_path / "tokenizer.json"))
         tokenizer = Tokenizer.load(tmp_path)
         assert tokenizer.decode(core.encode("a b").ids) == core.decode(core.encode("a b").ids) == text
+
+
+def test_marks_of_spaces_in_added_tokens_are_spaces(tmp_path: Path) -> None:
+    """Gemma's indents are added tokens of two to 31 marks: they were answered as marks."""
+    core, added = small("llama-spm-small")._core, [SPACE_MARK * 2, SPACE_MARK * 3 + "x", "<0x41>b", "\n\n"]
+    core.add_tokens([AddedToken(text, normalized=False) for text in added])
+    spm = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    for decoder in (decoders.Sequence(spm), decoders.Metaspace()):
+        core.decoder = decoder
+        core.save(str(tmp_path / "tokenizer.json"))
+        ours, ids = Tokenizer.load(tmp_path), [*core.encode("a b").ids, *map(core.token_to_id, added)]
+        assert ours.decode(ids) == core.decode(ids) == "a b     x<0x41>b\n\n"
 
 
 def test_broken_directories_are_named_in_one_line(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ that few experts get most of the tokens. Names that end with a mix of GGUF types
 
 from __future__ import annotations
 
-import atexit
+import functools
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.gguf_shapes import MIXES, write_gguf_shape
+from ridgeline.bench.lab.temporary_folder import temporary_folder
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "head_dim": 128,
@@ -98,6 +98,9 @@ ZIPF_SHAPES = {f"{name}-zipf": config | {"dummy_routing": "zipf"} for name, conf
 SHAPES = DENSE | CODED | MIXTURES | ZIPF_SHAPES | GGUF_SHAPES
 
 
+_folder = functools.cache(functools.partial(temporary_folder, "ridgeline-shape-"))
+
+
 def write_shape(name: str, layers: int | None = None, plain: bool = False, **changes: Any) -> Path:
     """A directory with the shape's config.json, or a GGUF file, gone when this process ends. `plain`: the same model in a
     directory, without codes. A GGUF file here does not say how positions are scaled, so neither does its plain model."""
@@ -107,8 +110,7 @@ def write_shape(name: str, layers: int | None = None, plain: bool = False, **cha
         config |= {"rope_scaling": None} if name in GGUF_SHAPES else {}
     if layers is not None:
         config["num_hidden_layers"] = layers
-    directory = Path(tempfile.mkdtemp(prefix="ridgeline-shape-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(dir=_folder()))
     path = directory / (name if layers is None else f"{name}-{layers}-layers")
     if name in GGUF_SHAPES and not plain:
         return write_gguf_shape(path.with_name(f"{path.name}.gguf"), config, next(mix for mix in MIXES if name.endswith(mix)))

@@ -60,7 +60,7 @@ def make_drafter(config: ResolvedConfig) -> Drafter:
 
 def _small_model(config: ResolvedConfig, draft: DraftCheckpoint, asked: DraftOptions) -> SmallModel:
     """Its time is believed to be the model's, by the size of the weights, until it is measured."""
-    own = step_model(replace(config, model=draft.config))
+    own = step_model(replace(config, model=draft.config), 0)
     limit = min(config.max_model_len, draft.config.max_position_embeddings)
     return SmallModel(limit, lambda rows: own(rows, 0), asked.num_speculative_tokens)
 
@@ -69,10 +69,22 @@ def step_times(config: ResolvedConfig) -> Pace:
     """Nothing is measured yet."""
     graphs = GraphShapes(config.max_num_seqs, config.max_num_batched_tokens, MOST_VERIFIED) if config.graphs else None
     overlaps = config.depth > 0 and config.device != "cpu" and config.options.parallel.pipeline_parallel_size == 1
-    return Pace(ShapeTimes(step_model(config), graphs, config.max_num_batched_tokens), overlaps)
+    return Pace(ShapeTimes(step_model(config, _key_bytes(config)), graphs, config.max_num_batched_tokens), overlaps)
 
 
-def step_model(config: ResolvedConfig) -> Callable[[int, int], float]:
+def _key_bytes(config: ResolvedConfig) -> float:
+    """Keys and values of one token in the layers that read all of them, one rank's share."""
+    model, ranks = config.model, config.options.parallel.tensor_parallel_size
+    full = [layer for layer, window in enumerate(model.windows) if window is None]
+    if not full:
+        return 0.0
+    if model.latent is not None:                         # every rank has all of it
+        return len(full) * model.latent.width * config.kv_format.mean_bytes(full, model.latent.width)
+    width = 2 * model.num_kv_heads * model.head_dim / ranks
+    return len(full) * width * config.kv_format.mean_bytes(full, model.head_dim)
+
+
+def step_model(config: ResolvedConfig, key_bytes: float) -> Callable[[int, int], float]:
     """Seconds of a decode step by its tokens and the keys it reads: memory or compute, whichever takes longer."""
     model, ranks = config.model, config.options.parallel.tensor_parallel_size
     weights = sum(count * outputs * inputs for count, outputs, inputs in model.matrices) / ranks
@@ -81,7 +93,6 @@ def step_model(config: ResolvedConfig) -> Callable[[int, int], float]:
     bandwidth = sheet.bandwidth if sheet is not None else _CPU_BYTES_S
     flops = sheet.rate(config.dtype) if sheet is not None and known else _CPU_FLOPS_S
     size = DTYPE_BYTES[config.dtype]
-    key_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size / ranks
 
     def seconds(tokens: int, keys: int) -> float:
         return max(weights * size / bandwidth, 2 * weights * tokens / flops) + keys * key_bytes / bandwidth

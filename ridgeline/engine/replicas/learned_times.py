@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MEMORY = 0.97                        # weight of the past at each observation: the last 33 answers decide
+RENEWED = 3.0                        # answers that the first one counts as, where what was learned before is old
 FLAT = 1e-3                          # relative variance of x below which a slope cannot be seen
 
 
@@ -20,18 +21,25 @@ class Line:
     """y = intercept + slope · x, neither below 0. Without a visible slope, y is proportional to x or constant."""
 
     is_proportional: bool
+    is_old: bool = False             # the next observation replaces all before it
     weight: float = 0.0
     x: float = 0.0                   # decayed sums
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
 
+    @property
+    def is_known(self) -> bool:
+        return self.weight > 0 and not self.is_old
+
     def observe(self, x: float, y: float) -> None:
-        self.weight = self.weight * MEMORY + 1
-        self.x = self.x * MEMORY + x
-        self.y = self.y * MEMORY + y
-        self.xx = self.xx * MEMORY + x * x
-        self.xy = self.xy * MEMORY + x * y
+        past, count = (0.0, RENEWED) if self.is_old else (MEMORY, 1.0)
+        self.is_old = False
+        self.weight = self.weight * past + count
+        self.x = self.x * past + count * x
+        self.y = self.y * past + count * y
+        self.xx = self.xx * past + count * x * x
+        self.xy = self.xy * past + count * x * y
 
     def fitted(self) -> tuple[float, float]:
         """(intercept, slope)."""
@@ -70,17 +78,21 @@ class LearnedTimes:
         # time would look too slow for two, and never show otherwise.
         self.decode = Line(is_proportional=False)
 
+    def grow_old(self) -> None:
+        """Others were chosen for so long that it may be another by now: until it has answered, it is taken to be as they are."""
+        self.prefill.is_old = self.decode.is_old = True
+
     def pace(self, otherwise: Pace) -> Pace:
-        fixed, token = self.prefill.fitted() if self.prefill.weight else (otherwise.prefill_fixed, otherwise.prefill_token)
-        base, row = self.decode.fitted() if self.decode.weight else (otherwise.step_fixed, otherwise.step_row)
+        fixed, token = self.prefill.fitted() if self.prefill.is_known else (otherwise.prefill_fixed, otherwise.prefill_token)
+        base, row = self.decode.fitted() if self.decode.is_known else (otherwise.step_fixed, otherwise.step_row)
         return Pace(fixed, token, base, row)
 
 
 def mean_pace(all_times: Iterable[LearnedTimes]) -> Pace:
     """For a replica that has not answered yet: as the others."""
     known = list(all_times)
-    prefills = [each.prefill.fitted() for each in known if each.prefill.weight]
-    decodes = [each.decode.fitted() for each in known if each.decode.weight]
+    prefills = [each.prefill.fitted() for each in known if each.prefill.is_known]
+    decodes = [each.decode.fitted() for each in known if each.decode.is_known]
     usual = Pace()
     fixed, token = _means(prefills) if prefills else (usual.prefill_fixed, usual.prefill_token)
     base, row = _means(decodes) if decodes else (usual.step_fixed, usual.step_row)

@@ -12,6 +12,8 @@ from ridgeline.engine.replicas.replica_load import ReplicaLoad, Ticket
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 
 CLOSE = 1.02                         # predictions that differ by less are equal: learned times are not exact
+PASSED_SECONDS = 60.0                # without a request, and …
+PASSED_TURNS = 4                     # … times as many requests as there are replicas, after which what was learned is old
 POLICIES = ("predicted", "round-robin", "least-pending")
 
 
@@ -22,6 +24,7 @@ class Choice:
         self.policy = policy
         self.loads = loads
         self._turn = 0
+        self._used = [(0, 0.0)] * len(loads)             # the turn of the last request that each got, and when
 
     def choose(self, prompt: RoutedPrompt, now: float, usable: Sequence[int]) -> int:
         """The number of the best replica; equal ones take turns."""
@@ -32,6 +35,7 @@ class Choice:
             return by_turn[0]
         if self.policy == "least-pending":
             return min(by_turn, key=lambda number: self.loads[number].pending)
+        self._doubt_old_times(by_turn, now)
         otherwise = mean_pace(load.times for load in self.loads)
         coming = sum(len(self.loads[number].waiting) for number in by_turn) / len(by_turn)
         predicted = {number: self.loads[number].predict(prompt, now, otherwise, coming) for number in by_turn}
@@ -39,7 +43,16 @@ class Choice:
         close = [number for number in by_turn if predicted[number].total <= CLOSE * best]
         return max(close, key=lambda number: predicted[number].cached)
 
+    def _doubt_old_times(self, numbers: Sequence[int], now: float) -> None:
+        """One that stood still for some seconds has the times of a slow one. Nothing would show otherwise, because others are
+        chosen as long as they have time."""
+        for number in numbers:
+            turn, when = self._used[number]
+            if self._turn - turn > PASSED_TURNS * len(self.loads) and now - when > PASSED_SECONDS:
+                self.loads[number].times.grow_old()
+
     def send(self, number: int, prompt: RoutedPrompt, now: float) -> Ticket:
+        self._used[number] = self._turn, now
         return self.loads[number].send(prompt, now, mean_pace(load.times for load in self.loads))
 
     def shortest_wait(self, now: float, usable: Sequence[int]) -> float:

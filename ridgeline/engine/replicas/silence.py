@@ -11,6 +11,7 @@ Knows numbers only: no clock, no HTTP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -117,13 +118,16 @@ class Silence:
     def late(self, now: float) -> list[Unanswered]:
         return [each for of in (self._streams, self._pieces) for each in of.values() if each.is_late(now)]
 
-    def move_late(self, now: float) -> int:
+    def move_late(self, now: float, seconds: float = math.inf) -> int:
         """Send elsewhere what is far too late, and can go; how many. A replica that answers others is only full: elsewhere they
-        would begin to wait again."""
+        would begin to wait again. A late answer in one piece may be a long one: it goes after so many seconds without a sign of
+        the replica, if a stream has ended or left there without its answer."""
         if not self.is_silent(now):
             return 0
-        far = [each for each in self._streams.values() if each.move is not None and now > each.sent + FAR * each.patience]
-        for each in far:
-            assert each.move is not None
-            each.move()
-        return len(far)
+        far = [each for each in self._streams.values() if now > each.sent + FAR * each.patience]
+        if self._is_lost and now >= self._heard + seconds:
+            far += [each for each in self._pieces.values() if each.is_late(now) and now >= each.sent + seconds]
+        moves = [each.move for each in far if each.move is not None]
+        for move in moves:
+            move()
+        return len(moves)

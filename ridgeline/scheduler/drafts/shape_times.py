@@ -22,6 +22,7 @@ _STALE = 200                         # steps after which what a shape took is fo
 _RENEWED = 4                         # … and after which a new one counts alone: those before it may have been slow for a while, …
 _LOOK = 32                           # … and how often it is looked for what is to be forgotten
 _SURE = 3                            # steps after which a shape's time is believed: the first may have been slow by chance
+_LEFT = 0.5                          # of a step's time, at least, where it is told for fewer keys: that is a rough model's
 _SAME = 0.02                         # a median that changes by less is the same
 _EVERY = 32                          # without captured sizes each number of tokens up to it is a shape; beyond, an eighth more
 PLAIN = 1                            # the bound of queries of steps without drafts
@@ -105,11 +106,12 @@ class ShapeTimes:
         if self.changes and self._steps - shape.newest > _RENEWED:
             shape.seconds.clear()
         shape.newest = self._steps
-        shape.took(seconds)
+        more = self._of_keys(keys)
+        shape.took(_with(seconds, -more))
         table = self._known.get(bits, {}).get(bound)
         place = bisect.bisect_left(sizes, size)
         sure = len(shape.seconds) >= _SURE
-        if table is None or table.sure[place] != sure or abs(shape.median / table.seconds[place] - 1) > _SAME:
+        if table is None or table.sure[place] != sure or abs(_with(shape.median, more) / table.seconds[place] - 1) > _SAME:
             self._known.pop(bits, None)                  # what was estimated from it is wrong now
             self._tables.clear()
 
@@ -149,7 +151,7 @@ class ShapeTimes:
         """Of a step without drafts, padding included."""
         own = self._measured.get(keys.bit_length(), {}).get(PLAIN, {}).get(self.size_of(rows))
         if own is not None:                              # as the table has it, which is new after each step that changes it
-            return own.median
+            return _with(own.median, self._of_keys(keys))
         table = self.table(PLAIN, keys)
         return float(table.seconds[min(bisect.bisect_left(self._plain, rows), len(self._plain) - 1)])
 
@@ -198,7 +200,8 @@ class ShapeTimes:
         """
         bits, sizes = keys.bit_length(), self._sizes(bound)
         measured = self._measured.get(bits)
-        model, scale, unsure = self._modelled(bound, bits), None, not measured
+        model, unsure = self._modelled(bound, bits), not measured
+        scale = [1.0] * len(sizes)
         if not measured:
             near = min(self._measured, key=lambda each: abs(each - bits), default=None)
             if near is None:
@@ -215,10 +218,16 @@ class ShapeTimes:
             min(found, slower[size]) if size in slower and size not in mine else found
             for size, found in zip(sizes, self._between(points or slower, sizes, model, bits), strict=True)
         ]
-        if scale is not None:
-            seconds = [found * each for found, each in zip(seconds, scale, strict=True)]
+        more = self._of_keys(keys)
+        seconds = [_with(found * each, more) for found, each in zip(seconds, scale, strict=True)]
         sure = [not unsure and size in mine and len(mine[size].seconds) >= _SURE for size in sizes]
         return Table(np.array(sizes), np.array(seconds), np.array(sure))
+
+    def _of_keys(self, keys: int) -> float:
+        """Seconds that so many keys take, beyond those that stand for their power of two. Contexts grow from step to step: a
+        shape that ran when they were short is not faster than one that runs now. Without graphs, on a CPU, the model's seconds
+        say too little."""
+        return self._model(1, keys) - self._model(1, _typical(keys.bit_length())) if self.changes else 0.0
 
     @property
     def changes(self) -> bool:
@@ -290,6 +299,10 @@ class Pace:
 
 def _fitting(sizes: list[int], tokens: int) -> int:
     return sizes[min(bisect.bisect_left(sizes, tokens), len(sizes) - 1)]
+
+
+def _with(seconds: float, more: float) -> float:
+    return max(_LEFT * seconds, seconds + more)
 
 
 def _typical(bits: int) -> int:

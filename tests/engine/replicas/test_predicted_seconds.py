@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from ridgeline.engine.replicas.fleet_report import FEWEST
 from ridgeline.engine.replicas.learned_times import Line, Pace
-from ridgeline.engine.replicas.policies import Choice
+from ridgeline.engine.replicas.policies import PASSED_SECONDS, Choice
 from ridgeline.engine.replicas.replica_load import FEW, Habits, ReplicaLoad, Ticket, Usage
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 from ridgeline.route.prompt_text import prompt_of
@@ -179,6 +180,29 @@ def test_a_slower_replica_gets_less() -> None:
         choice.send(chosen, prompt(str(number), 300), 0.0)
         taken[chosen] += 1
     assert taken[0] > 2 * taken[1] > 0
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_replica_that_stood_still_once_is_used_again(is_slow: bool) -> None:
+    """By the times of that moment it was slow, and nothing showed otherwise: it got no request until others were full."""
+    choice, now, taken = fleet("predicted", 2), 0.0, [list[int](), list[int]()]
+    taught(choice.loads[0], Pace(0.0, 0.05, 0.5, 0.02))
+    taught(choice.loads[1], PACE)
+    for number in range(400):
+        asked = prompt(str(number), 100)
+        now += 0.5
+        chosen = choice.choose(asked, now, [0, 1])
+        taken[chosen].append(number)
+        ticket, pace = choice.send(chosen, asked, now), Pace(0.0, 0.05, 0.5, 0.02) if is_slow and chosen == 0 else PACE
+        choice.loads[chosen].first_token(ticket, now + pace.prefill(100.0))
+        choice.loads[chosen].finish(ticket, now + pace.prefill(100.0) + 9 * pace.step(1), Usage(100, 10, 0))
+    passed = int(PASSED_SECONDS / 0.5)
+    assert passed <= taken[0][0] <= passed + 1
+    if is_slow:                                              # one in so many tells whether it is still
+        assert len(taken[0]) == len(range(passed, 400, passed + 1))
+    else:
+        assert len([each for each in taken[0] if each < 2 * passed]) > 0.4 * passed
+    assert choice.loads[0].times.decode.weight >= FEWEST     # /fleet can compare it
 
 
 def test_the_other_policies() -> None:

@@ -10,7 +10,6 @@ import copy
 import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from tiny_configs import (
 )
 from torch import Tensor
 
+from ridgeline.bench.lab.temporary_folder import temporary_folder
 from ridgeline.distributed.comm import Communicator
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.layers.kv import LayerKV
@@ -131,14 +131,14 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
     process, and copied for each test, which may change its files."""
     key = repr((name, spelling, dtype, sorted(overrides.items())))
     if key not in _saved:
-        made = Path(_folder().name, str(len(_saved)))
+        made = _folder() / str(len(_saved))
         build_model(name, dtype, **overrides).save_pretrained(made)
         _saved[key] = spelled(name, made, spelling)
     return Path(shutil.copytree(_saved[key], path, dirs_exist_ok=True))
 
 
 _saved: dict[str, Path] = {}         # by what was asked for
-_folder = functools.cache(functools.partial(tempfile.TemporaryDirectory, prefix="ridgeline-tiny-"))      # ends with the process
+_folder = functools.cache(functools.partial(temporary_folder, "ridgeline-tiny-"))
 
 
 def spelled(name: str, path: Path, spelling: int) -> Path:

@@ -41,6 +41,7 @@ import quick_interpreter
 IMPORTED = (
     "torch", "ridgeline.engine.core.loop", "ridgeline.engine.core.frontend_socket", "ridgeline.engine.core.executor",
     "ridgeline.cli.cmd_serve", "ridgeline.server.app", "uvicorn.protocols.http.httptools_impl",
+    "ridgeline.grammar.compile_worker", "llguidance",
 )
 INTERPRETED = ("torch", "triton", "pytest", "hypothesis", "ridgeline.models.decoder", "ridgeline.runner.sampler")
 COMMAND = ("ridgeline", "ridgeline.__main__")
@@ -48,7 +49,8 @@ PYTEST = "pytest"                    # with the interpreter, which a process cho
 ON_TERMINAL = ["setsid", "--ctty", "--wait"]     # before a command: its standard input is the terminal of a session of its own
 WARM = (
     *COMMAND, "ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "ridgeline.distributed.time_collectives",
-    "ridgeline.server.body_process", "threaded_engine", "slow_engine", "faulty_engine", "test_executor",
+    "ridgeline.server.body_process", "ridgeline.grammar.compile_worker", "threaded_engine", "slow_engine", "faulty_engine",
+    "test_executor",
 )
 # Libraries have read these when they were imported.
 _READ_AT_IMPORT = tuple("OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ MALLOC_ CUDA_ TORCH_ PYTORCH_ TRITON_ LD_ PYTHON".split())
