@@ -193,8 +193,7 @@ class Delivery:
     def _note_failure(self, replica: Replica, counts: bool = True) -> None:
         """`counts`: as a retry. Each replica may be asked that has no time, or cannot be reached."""
         self._num_failed += counts
-        if self._request.is_computed:
-            replica.doubts.failed(self._request.prompt.model, self._fleet.now())
+        replica.doubts.failed(self._request.prompt.model, self._fleet.now())
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
@@ -228,9 +227,13 @@ class Delivery:
             raise ReplicaGaveUp(f"it answers {answer.status} to a request that was answered elsewhere")
         pieces, is_long = answer.pieces(), False
         with closing(Beginning()) as kept:
-            async for piece in pieces:
-                if is_long := not kept.add(piece):
-                    break
+            try:
+                async with asyncio.timeout(None if answer.status == 200 else REFUSAL_SECONDS):
+                    async for piece in pieces:
+                        if is_long := not kept.add(piece):
+                            break
+            except TimeoutError:
+                raise ReplicaFailure(f"it answers {answer.status}, and no more comes") from None
             body = kept.close()
         if answer.status == 200 and self._request.is_computed:
             replica.silence.heard(ticket.serial, self._fleet.now())
@@ -260,7 +263,7 @@ class Delivery:
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
-        if answer.status == 200 and self._request.is_computed:
+        if answer.status == 200 and (self._request.is_computed or self._request.method == "GET"):
             replica.doubts.answered(self._request.prompt.model)
         if answer.status == 200 and self._request.method == "POST":
             now = self._fleet.now()
