@@ -164,5 +164,12 @@ def test_replicas_that_fail_at_once_do_not_take_every_try() -> None:
             each.behaviours = [Behaviour()]
         assert (await router.ask(CHAT | {"model": "other"})).text == SAID
         assert sum(each.seen[-1].body.get("model") == "other" for each in replicas[:-1]) == 1
+        for each in replicas[:-1]:
+            each.behaviours = [*([Behaviour(status=404)] * IN_A_ROW), Behaviour()]
+        for _ in range(6 * IN_A_ROW):                        # a server may have no such page, and answer all else
+            await router.ask({"model": "other", "prompt": "hello"}, "/tokenize")
+        for _ in replicas:
+            assert (await router.ask(CHAT | {"model": "other"})).text == SAID
+        assert [each.seen[-1].path for each in replicas] == ["/v1/chat/completions"] * len(replicas)
 
     routed(test, *(FakeReplica(Behaviour(status=404)) for _ in range(6)), FakeReplica(), policy="least-pending")
