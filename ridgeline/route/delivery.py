@@ -227,9 +227,13 @@ class Delivery:
             raise ReplicaGaveUp(f"it answers {answer.status} to a request that was answered elsewhere")
         pieces, is_long = answer.pieces(), False
         with closing(Beginning()) as kept:
-            async for piece in pieces:
-                if is_long := not kept.add(piece):
-                    break
+            try:
+                async with asyncio.timeout(None if answer.status == 200 else REFUSAL_SECONDS):
+                    async for piece in pieces:
+                        if is_long := not kept.add(piece):
+                            break
+            except TimeoutError:
+                raise ReplicaFailure(f"it answers {answer.status}, and no more comes") from None
             body = kept.close()
         if answer.status == 200 and self._request.is_computed:
             replica.silence.heard(ticket.serial, self._fleet.now())
