@@ -82,9 +82,11 @@ class LearnedTimes:
         """Others were chosen for so long that it may be another by now: until it has answered, it is taken to be as they are."""
         self.prefill.is_old = self.decode.is_old = True
 
-    def pace(self, otherwise: Pace) -> Pace:
-        fixed, token = self.prefill.fitted() if self.prefill.is_known else (otherwise.prefill_fixed, otherwise.prefill_token)
-        base, row = self.decode.fitted() if self.decode.is_known else (otherwise.step_fixed, otherwise.step_row)
+    def pace(self, otherwise: Pace, is_tried: bool = False) -> Pace:
+        """`is_tried`: one request there is to tell whether it is as others now; meanwhile what is old counts."""
+        prefill, decode = (line.is_known or (is_tried and line.weight > 0) for line in (self.prefill, self.decode))
+        fixed, token = self.prefill.fitted() if prefill else (otherwise.prefill_fixed, otherwise.prefill_token)
+        base, row = self.decode.fitted() if decode else (otherwise.step_fixed, otherwise.step_row)
         return Pace(fixed, token, base, row)
 
 

@@ -109,7 +109,7 @@ class ReplicaLoad:
     def predict(self, prompt: RoutedPrompt, now: float, otherwise: Pace, coming: float = 0.0) -> Prediction:
         """`coming`: requests that will come and wait behind this one. The guess: as many as wait on a replica now, on average."""
         self._assume(now)
-        pace, habits = self.times.pace(otherwise), self.habits
+        pace, habits = self.times.pace(otherwise, self.pending > 0), self.habits
         tokens = prompt.num_bytes / habits.bytes_per_token
         cached = min(tokens, bytes_of(self.tree.match(prompt.chain)) / habits.bytes_per_token)
         prefill = pace.prefill(tokens - cached)

@@ -205,6 +205,22 @@ def test_a_replica_that_stood_still_once_is_used_again(is_slow: bool) -> None:
     assert choice.loads[0].times.decode.weight >= FEWEST     # /fleet can compare it
 
 
+def test_one_request_finds_out_whether_a_replica_is_still_slow() -> None:
+    """Until its answer was complete the replica was taken to be like the others, and got a share of all requests."""
+    choice = fleet("predicted", 2)
+    taught(choice.loads[0], Pace(0.0, 0.05, 0.5, 0.02))
+    taught(choice.loads[1], PACE)
+    chosen, open = [], list[Ticket]()
+    for number in range(200):                                # of the slow one none is complete within these 20 s
+        asked, now = prompt(str(number), 100), PASSED_SECONDS + 0.1 * number
+        chosen.append(choice.choose(asked, now, [0, 1]))
+        ticket = choice.send(chosen[-1], asked, now)
+        open += [ticket] * chosen[-1]
+        if len(open) > 4:
+            choice.loads[1].leave(open.pop(0))
+    assert chosen.count(0) == 1
+
+
 def test_the_other_policies() -> None:
     turns, fewest = fleet("round-robin", 3), fleet("least-pending", 3)
     some = prompt("x", 100)
