@@ -156,6 +156,7 @@ def test_a_stream_whose_client_does_not_read_is_no_stream_that_stands_still(monk
             await asyncio.sleep(0)
         router.seconds += STILL + 1
         one.give_up_standing()
+        assert not one.is_silent(router.seconds)             # it has said all of it
         reads.set()
         await asyncio.wait_for(call.task, 60)
         assert call.text == SAID and not one.failed

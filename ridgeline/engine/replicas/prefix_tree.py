@@ -29,7 +29,7 @@ GROWTH = 8                           # each confirmed hit raises a shrunken limi
 Chain = Sequence[int]                # the hashes of a prompt's chunks, each of its chunk and all before it
 
 
-def chain_of(text: bytes, root: int = 0, size: int = CHUNK, most: int = MOST_CHAIN) -> list[int]:
+def chain_of(text: bytes, root: int = 0, size: int = CHUNK, most: int = MOST_BYTES) -> list[int]:
     """Only whole chunks: a part of one would not be found again when the conversation grows. `root`: the node before them."""
     chain, last = [], root
     for start in range(0, min(len(text) - size + 1, most * size), size):

@@ -55,7 +55,7 @@ class Silence:
         # The oldest first: as replicas begin them in order, the oldest says whether any is late.
         self._streams: dict[int, Unanswered] = {}
         self._pieces: dict[int, Unanswered] = {}
-        self._begun: dict[int, Callable[[], None]] = {}  # streams of which something has come, and what ends each
+        self._begun: dict[int, Callable[[], bool]] = {}  # streams of which something has come, and what ends each
         self._heard = float("-inf")                      # when something of an answer came last
         self._is_lost = False                            # a late request has left since then, or impatient ones in a row
         self._is_shown = False                           # … and one of them was a stream: it is not only slow
@@ -71,8 +71,8 @@ class Silence:
         if self._is_lost:
             self._quiet_until = now + SILENT_SECONDS
 
-    def heard(self, number: int, now: float, give_up: Callable[[], None] | None = None) -> None:
-        """Something of this answer has come. `give_up`: ends it, if more is to come."""
+    def heard(self, number: int, now: float, give_up: Callable[[], bool] | None = None) -> None:
+        """Something of this answer has come. `give_up`: ends it; False: what has come waits for its client."""
         if give_up is not None:
             self._begun[number] = give_up
         request, since, long = self._pop(number), self._heard, self._patience.seconds(True, 0.0)
@@ -110,12 +110,12 @@ class Silence:
         that was predicted to take as long."""
         if not self._begun or now < self._heard + seconds or ((self._streams or self._pieces) and not self.is_silent(now)):
             return 0
-        begun = list(self._begun.values())
-        self._begun.clear()
-        self._is_lost, self._is_shown, self._quiet_until = True, True, now + SILENT_SECONDS
-        for give_up in begun:
-            give_up()
-        return len(begun)
+        ended = [number for number, give_up in self._begun.items() if give_up()]
+        for number in ended:
+            del self._begun[number]
+        if ended:
+            self._is_lost, self._is_shown, self._quiet_until = True, True, now + SILENT_SECONDS
+        return len(ended)
 
     def late(self, now: float) -> list[Unanswered]:
         return [each for of in (self._streams, self._pieces) for each in of.values() if each.is_late(now)]
