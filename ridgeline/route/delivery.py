@@ -190,10 +190,16 @@ class Delivery:
         logger.warning("%s has not begun to answer request %s: it goes to another", replica.url,
                        self._request.request_id.decode("latin-1"))
 
+    @property
+    def _is_of_model(self) -> bool:
+        """Whether its outcome says what others will meet: a server may have no page that counts tokens, and answer all else."""
+        return self._request.is_computed or self._request.method == "GET"
+
     def _note_failure(self, replica: Replica, counts: bool = True) -> None:
         """`counts`: as a retry. Each replica may be asked that has no time, or cannot be reached."""
         self._num_failed += counts
-        replica.doubts.failed(self._request.prompt.model, self._fleet.now())
+        if self._is_of_model:
+            replica.doubts.failed(self._request.prompt.model, self._fleet.now())
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
@@ -227,9 +233,13 @@ class Delivery:
             raise ReplicaGaveUp(f"it answers {answer.status} to a request that was answered elsewhere")
         pieces, is_long = answer.pieces(), False
         with closing(Beginning()) as kept:
-            async for piece in pieces:
-                if is_long := not kept.add(piece):
-                    break
+            try:
+                async with asyncio.timeout(None if answer.status == 200 else REFUSAL_SECONDS):
+                    async for piece in pieces:
+                        if is_long := not kept.add(piece):
+                            break
+            except TimeoutError:
+                raise ReplicaFailure(f"it answers {answer.status}, and no more comes") from None
             body = kept.close()
         if answer.status == 200 and self._request.is_computed:
             replica.silence.heard(ticket.serial, self._fleet.now())
@@ -259,7 +269,7 @@ class Delivery:
 
     def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
         replica.answered()
-        if answer.status == 200 and (self._request.is_computed or self._request.method == "GET"):
+        if answer.status == 200 and self._is_of_model:
             replica.doubts.answered(self._request.prompt.model)
         if answer.status == 200 and self._request.method == "POST":
             now = self._fleet.now()

@@ -104,7 +104,8 @@ class Fleet:
         """Each request ends now, with an error."""
         self.has_ended = True
         for each in self.deadlines:
-            each.reschedule(0.0)
+            if not each.expired():                       # else its client is being told, and reads slowly
+                each.reschedule(0.0)
 
     def close(self) -> None:
         if self._look is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.engine.replicas.prefix_tree import MOST_BYTES, chain_of
+from ridgeline.engine.replicas.prefix_tree import MOST_BYTES, prompt_chain
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 
 _MESSAGE = b"\x1e"                   # before a message
@@ -41,7 +41,7 @@ class PromptText(msgspec.Struct):
 
     def routed(self, salt: str) -> RoutedPrompt:
         root = hash((self.model, salt))
-        chain = chain_of(self.text, root)
+        chain = prompt_chain(self.text, root)
         return RoutedPrompt(self.text, root, chain, self.most_output, self.is_chat, self.streams, self.num_unkept, self.model)
 
 

@@ -77,7 +77,8 @@ class Replica:
         """A check."""
         self.failed = 0
         if not self.up:
-            self.up, self.busy_until = True, 0.0         # what it asked for before it was down is over, too
+            # What it asked for before it was down is over, too, and what failed there: it may be another one.
+            self.up, self.busy_until, self.doubts = True, 0.0, Doubts()
             logger.warning("%s is up again", self.url)
 
     def fail(self, reason: str) -> None:

@@ -96,10 +96,12 @@ class Answer(asyncio.Protocol):
         self._news.set()
         self._writable.set()
 
-    def give_up_standing(self) -> None:
-        """Nothing has come of it for too long. What has come waits for its client, perhaps."""
-        if self.is_read and not self.complete:
+    def give_up_standing(self) -> bool:
+        """Nothing has come of it for too long. False: what has come waits for its client."""
+        is_standing = self.is_read and not self.complete
+        if is_standing:
             self.give_up("nothing more came of its answer, nor of any other")
+        return is_standing
 
     @property
     def is_read(self) -> bool:

@@ -26,9 +26,10 @@ _SHARE = 0.25                        # of the target time that prompts get at le
 FEWEST = {"cuda": 256, "cpu": 32}
 _UNKNOWN = 2                         # times as many are computed before a step was measured
 _ROUND = 64                          # GEMMs are fastest with whole tiles; at most the fewest, so that small steps grow again
-_FEWEST_SCORED = 8                   # scored tokens that are always allowed …
-_UNKNOWN_SCORED = 16                 # … and as many before any was measured
-_SCORED_SECONDS = 0.1                # most that they take of a step: large chunks gain them nothing
+# Scored tokens that are always allowed, also before any was measured: as many as others on a CPU, where most of their time are
+# GEMMs, too, unless a model is tiny. Fewer cost more each: a step reads all weights for them.
+_FEWEST_SCORED = 32
+_SCORED_SECONDS = 0.1                # most that more of them take of a step: where the vocabulary takes long, they gain nothing
 
 
 # FLOP rate of attention relative to that of the model's GEMMs (measured on a GPU, prompts of 2k to 16k).
@@ -87,7 +88,7 @@ class MeasuredStepTime:
 
     def scored_tokens(self, num_decodes: int, budget: int) -> int:
         if not self._per_scored:
-            return min(budget, _UNKNOWN_SCORED)
+            return min(budget, _FEWEST_SCORED)
         per_scored = _typical(self._per_scored)
         fit = min(self._for_prompts(num_decodes), _SCORED_SECONDS) / per_scored if per_scored else budget
         return int(min(budget, max(_FEWEST_SCORED, fit)))
@@ -115,7 +116,7 @@ class MeasuredStepTime:
         self._beside += 1
         rest = max(seconds - (_median(self._decode) if num_decodes else 0.0), _SHARE * seconds)
         if num_scored:
-            if num_scored >= _FEWEST_SCORED:
+            if num_scored >= _FEWEST_SCORED // 2:        # shares of a step are rounded
                 others = _median(self._per_weight) * (num_prompt_tokens - num_scored)
                 self._per_scored.append(max(rest - others, _SHARE * rest) / num_scored)
         elif num_prompt_tokens >= self._fewest:

@@ -12,7 +12,7 @@ import pytest
 from fake_replica import Behaviour, Call, FakeReplica, Router
 
 from ridgeline.engine.client.long_work import LONG_BYTES
-from ridgeline.engine.replicas.prefix_tree import CHUNK, MOST_BYTES, chain_of
+from ridgeline.engine.replicas.prefix_tree import CHUNK, MOST_BYTES, MOST_CHAIN, prompt_chain
 from ridgeline.errors import Overloaded, TimedOut
 from ridgeline.route import body_facts, delivery, route_app
 from ridgeline.route.answer_events import HELD, MOST_READ, AnswerEvents
@@ -288,7 +288,8 @@ def test_the_text_of_a_long_prompt_is_not_kept() -> None:
     text = "0123456789abcdef" * (MOST_BYTES // 8)
     prompt = prompt_of(chat(text))
     assert len(prompt.text) == MOST_BYTES and prompt.num_bytes > 2 * MOST_BYTES
-    assert prompt.chain == chain_of(prompt.text, prompt.root) == with_answer(prompt, "an answer")
+    assert prompt.chain == prompt_chain(prompt.text, prompt.root) == with_answer(prompt, "an answer")
+    assert len(prompt.chain) == MOST_CHAIN < 2_000       # each is noted on the event loop
 
 
 class Still(asyncio.Protocol):

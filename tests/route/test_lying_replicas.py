@@ -131,6 +131,17 @@ def test_a_refusal_without_its_reason_is_a_refusal(stream: bool, monkeypatch: py
     routed(test, Scripted(head), FakeReplica())
 
 
+def test_half_an_error_is_a_failure_of_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "REFUSAL_SECONDS", 0.0)
+
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        router.fleet.choice._turn = 1
+        call = await router.ask(ASKED)
+        assert call.status == 200 and router.fleet.replicas[0].failed == 1
+
+    routed(test, Scripted(b"HTTP/1.1 400 Bad\r\ncontent-length: 90\r\n\r\n{"), FakeReplica())
+
+
 def test_headers_of_the_connection_to_a_replica_stay_there() -> None:
     async def test(router: Router, replica: FakeReplica) -> None:
         headers = (await router.ask(ASKED)).headers

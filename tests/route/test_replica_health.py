@@ -164,5 +164,28 @@ def test_replicas_that_fail_at_once_do_not_take_every_try() -> None:
             each.behaviours = [Behaviour()]
         assert (await router.ask(CHAT | {"model": "other"})).text == SAID
         assert sum(each.seen[-1].body.get("model") == "other" for each in replicas[:-1]) == 1
+        for each in replicas[:-1]:
+            each.behaviours = [*([Behaviour(status=404)] * IN_A_ROW), Behaviour()]
+        for _ in range(6 * IN_A_ROW):                        # a server may have no such page, and answer all else
+            await router.ask({"model": "other", "prompt": "hello"}, "/tokenize")
+        for _ in replicas:
+            assert (await router.ask(CHAT | {"model": "other"})).text == SAID
+        assert [each.seen[-1].path for each in replicas] == ["/v1/chat/completions"] * len(replicas)
 
     routed(test, *(FakeReplica(Behaviour(status=404)) for _ in range(6)), FakeReplica(), policy="least-pending")
+
+
+def test_a_replica_that_was_restarted_is_used_at_once() -> None:
+    """For half a minute others were chosen first: requests had not reached it while it was down."""
+    async def test(router: Router, first: FakeReplica, other: FakeReplica) -> None:
+        await first.stop()
+        for _ in range(3 * IN_A_ROW):
+            assert (await router.ask(CHAT)).text == SAID
+        assert not router.fleet.replicas[0].up
+        await first.start_again()
+        await router.fleet.replicas[0].check(60.0)
+        for _ in range(2):
+            assert (await router.ask(CHAT)).text == SAID
+        assert len(first.seen) == 1
+
+    routed(test, FakeReplica(), FakeReplica())

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from fake_replica import Behaviour, FakeReplica, Router
+from fake_replica import Behaviour, Call, FakeReplica, Router
 from test_delivery import CHAT, held, routed
 
 from ridgeline.errors import ConfigError
@@ -106,6 +106,31 @@ def test_what_has_not_ended_when_the_drain_is_over_ends_with_an_error() -> None:
         assert stream.is_complete and stream.events[-1]["error"]["code"] == "try_again" and b"stopped" in stream.body
         assert piece.status == 503 and piece.headers["retry-after"] and b"stopping" in piece.body
         assert not router.fleet.deadlines
+
+    routed(test, FakeReplica())
+
+
+def test_the_drain_ends_beside_a_stream_that_was_too_late_and_whose_client_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its deadline is over already: to end it again was a RuntimeError, and no other request got its error."""
+    reads, is_told, send = asyncio.Event(), asyncio.Event(), Call._send
+
+    async def slow(self: Call, message: Any) -> None:
+        if b"request_timeout" in message.get("body", b""):
+            is_told.set()
+            await reads.wait()
+        await send(self, message)
+
+    async def test(router: Router, replica: FakeReplica) -> None:
+        monkeypatch.setattr(Call, "_send", slow)
+        _, late = await held(router, replica)
+        next(iter(router.fleet.deadlines)).reschedule(0.0)
+        await is_told.wait()
+        _, stream = await held(router, replica)
+        router.fleet.end_all()
+        await stream.task
+        reads.set()
+        await late.task
+        assert [each.events[-1]["error"]["code"] for each in (late, stream)] == ["request_timeout", "try_again"]
 
     routed(test, FakeReplica())
 

@@ -156,6 +156,7 @@ def test_a_stream_whose_client_does_not_read_is_no_stream_that_stands_still(monk
             await asyncio.sleep(0)
         router.seconds += STILL + 1
         one.give_up_standing()
+        assert not one.is_silent(router.seconds)             # it has said all of it
         reads.set()
         await asyncio.wait_for(call.task, 60)
         assert call.text == SAID and not one.failed
@@ -370,3 +371,13 @@ def test_a_replica_that_late_requests_have_left_is_tried_with_one_at_a_time() ->
     assert silence.is_silent(now) and silence.is_silent(now + SILENT_SECONDS - 1)
     silence.heard(3, now + 1.0)
     assert not silence.is_silent(now + 2.0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_only_a_stream_shows_that_long_answers_in_one_piece_will_not_come(streams: bool) -> None:
+    """A client that left its own long one was enough: the others were computed again from the start elsewhere."""
+    silence, moved = Silence(Patience()), list[int]()
+    silence.sent(1, False, 0.0, 5.0, lambda: moved.append(1))
+    silence.sent(2, streams, 1.0, 5.0)
+    silence.left(2, LATE + 2)
+    assert silence.is_silent(STILL + 5) and silence.move_late(STILL + 5, STILL) == len(moved) == streams

@@ -23,7 +23,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.policy import AGED_PRIORITY
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.scheduler.sequence import Sequence
-from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel, keys_like_a_token
+from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, keys_like_a_token
 
 ROOMY = Setup(num_blocks=200, eos=frozenset())           # nothing runs short; every answer has its full length
 TIGHT = replace(ROOMY, num_blocks=13)                    # 12 blocks of 4 tokens: one longest request
@@ -292,7 +292,7 @@ def test_small_steps_grow_again() -> None:
 def test_tokens_with_log_probabilities_are_learned_apart() -> None:
     """20 µs a prompt token, 1 ms where its log-probabilities are wanted."""
     model = MeasuredStepTime(0.050)
-    assert model.scored_tokens(8, 8192) == 16, "nothing is known yet"
+    assert model.scored_tokens(8, 8192) == 32, "nothing is known yet"
     for _ in range(20):
         model.observe(8, 0, 0, 0.010)
         model.observe(8, 2000, 0, 0.010 + 2000 * 20e-6)
@@ -303,6 +303,14 @@ def test_tokens_with_log_probabilities_are_learned_apart() -> None:
     assert model.scored_tokens(8, 30) == 30
     assert model.prompt_tokens(8, 0, 8192) == 1984, "other prompts are not cut shorter for them"
     assert NoTimeModel().scored_tokens(8, 300) == 300
+
+
+def test_as_many_tokens_with_log_probabilities_as_others_are_always_allowed_on_a_cpu() -> None:
+    """8 ms a token, 2 ms more for its log-probabilities, and 40 ms a step: alone 0.1 s would be for six of them, 15 ms each."""
+    model = MeasuredStepTime(0.5, fewest=FEWEST["cpu"])
+    for _ in range(20):
+        assert model.scored_tokens(0, 512) == FEWEST["cpu"]
+        model.observe(0, 32, 0, 0.040 + 10e-3 * 32, num_scored=32)
 
 
 @pytest.mark.parametrize("in_time", [16, 4096])              # prompt tokens: a step of these simulations has 16 at most

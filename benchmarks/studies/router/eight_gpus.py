@@ -23,7 +23,7 @@ from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.replicas.policies import POLICIES, Choice
-from ridgeline.engine.replicas.prefix_tree import chain_of
+from ridgeline.engine.replicas.prefix_tree import chain_of, prompt_chain
 from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Ticket, Usage
 from ridgeline.engine.replicas.routed_prompt import TOKEN_BYTES, token_bytes, tokens_prompt
 from ridgeline.messages import Request, StepPlan
@@ -138,7 +138,7 @@ class Fleet:
 
     def _end(self, turn: Turn, load: ReplicaLoad, now: float) -> None:
         whole = [*turn.ids, *turn.said]
-        chain = chain_of(token_bytes(whole), hash(""))
+        chain = prompt_chain(token_bytes(whole), hash(""))
         load.finish(turn.ticket, now, Usage(len(turn.ids), len(turn.said), turn.cached), chain)  # type: ignore[arg-type]
         self._seen.update(chain_of(token_bytes(whole), 0, BLOCK * TOKEN_BYTES))
         turn.ended = now

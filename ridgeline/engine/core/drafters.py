@@ -21,7 +21,7 @@ from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.suffix import Suffix
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes
-from ridgeline.sizes.hardware import data_sheet
+from ridgeline.sizes.hardware import DEVICES, data_sheet
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 logger = get_logger("engine")
@@ -29,6 +29,8 @@ logger = get_logger("engine")
 # Of a CPU that was never measured. Only their proportion counts, and only until steps have been measured.
 _CPU_BYTES_S = 10e9
 _CPU_FLOPS_S = 60e9
+# In place of a GPU without a data sheet. The seconds of keys are added to measured ones: better too few than too many.
+_FASTEST = max(DEVICES.values(), key=lambda device: device.bandwidth)
 
 MAKE: dict[str, Callable[[DraftOptions], Proposer]] = {
     "grammar": lambda asked: Forced(),
@@ -88,7 +90,7 @@ def step_model(config: ResolvedConfig, key_bytes: float) -> Callable[[int, int],
     """Seconds of a decode step by its tokens and the keys it reads: memory or compute, whichever takes longer."""
     model, ranks = config.model, config.options.parallel.tensor_parallel_size
     weights = sum(count * outputs * inputs for count, outputs, inputs in model.matrices) / ranks
-    sheet = data_sheet(config.device_name)
+    sheet = data_sheet(config.device_name) or (_FASTEST if config.device != "cpu" else None)
     known = sheet is not None and config.dtype in sheet.flops
     bandwidth = sheet.bandwidth if sheet is not None else _CPU_BYTES_S
     flops = sheet.rate(config.dtype) if sheet is not None and known else _CPU_FLOPS_S

@@ -2,7 +2,8 @@
 
 A prompt is cut into chunks of CHUNK bytes. A node is a chunk together with all chunks before it, known by one hash, so the tree
 is a table of hashes. A node is never used without those before it, and is removed before them: how far a prompt is known is found
-by halves, with 14 probes of 8,192 chunks. Bytes, not tokens: the router has no tokenizer.
+by halves, with 11 probes of 1,920 chunks. Bytes, not tokens: the router has no tokenizer. Far behind, chunks are longer: all
+of a prompt are noted with each request, on the event loop.
 
 The tree is a guess. `correct` compares it with the cached tokens that an answer reports. Replicas evict what was used least
 recently. So when a node is missing there, everything used before that node is missing too, and the nodes that are left are as
@@ -17,22 +18,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 CHUNK = 128                          # bytes, about two KV blocks of 16 tokens
-MOST_CHAIN = 8192                    # chunks of one prompt that are hashed: 1 MB; what follows counts as not cached
-MOST_BYTES = MOST_CHAIN * CHUNK
-MOST_NODES = 200_000                 # per replica: 25 MB of prompts, in about 30 MB of memory
+LONG_CHUNK = 1024                    # bytes of those behind the first ones
+NUM_SHORT = 1024                     # first ones: 128 KB
+MOST_BYTES = 2**20                   # of one prompt that are hashed; what follows counts as not cached
+MOST_CHAIN = NUM_SHORT + (MOST_BYTES - NUM_SHORT * CHUNK) // LONG_CHUNK
+MOST_NODES = 200_000                 # per replica: 25 MB of prompts or more, in about 30 MB of memory
 FEWEST_NODES = 256                   # a correction never shrinks the limit below this
 GROWTH = 8                           # each confirmed hit raises a shrunken limit by this part of its nodes
 
 Chain = Sequence[int]                # the hashes of a prompt's chunks, each of its chunk and all before it
 
 
-def chain_of(text: bytes, root: int = 0, size: int = CHUNK, most: int = MOST_CHAIN) -> list[int]:
+def chain_of(text: bytes, root: int = 0, size: int = CHUNK, most: int = MOST_BYTES) -> list[int]:
     """Only whole chunks: a part of one would not be found again when the conversation grows. `root`: the node before them."""
     chain, last = [], root
     for start in range(0, min(len(text) - size + 1, most * size), size):
         last = hash((last, text[start : start + size]))
         chain.append(last)
     return chain
+
+
+def prompt_chain(text: bytes, root: int, known: int = 0) -> list[int]:
+    """The nodes of a prompt, behind its first `known` ones, of which `root` is the last."""
+    chain = chain_of(text, root, CHUNK, max(0, NUM_SHORT - known))
+    if known + len(chain) < NUM_SHORT:
+        return chain
+    rest = text[len(chain) * CHUNK :]
+    return chain + chain_of(rest, chain[-1] if chain else root, LONG_CHUNK, MOST_CHAIN - max(NUM_SHORT, known))
+
+
+def bytes_of(nodes: int) -> int:
+    """Of a prompt, in its first nodes."""
+    return nodes * CHUNK if nodes <= NUM_SHORT else NUM_SHORT * CHUNK + (nodes - NUM_SHORT) * LONG_CHUNK
+
+
+def nodes_of(num_bytes: float) -> int:
+    """The whole nodes in the first bytes of a prompt."""
+    short = min(NUM_SHORT, int(num_bytes // CHUNK))
+    return short + int(max(0.0, num_bytes - NUM_SHORT * CHUNK) // LONG_CHUNK)
 
 
 @dataclass(slots=True)

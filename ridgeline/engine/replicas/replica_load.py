@@ -9,7 +9,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from ridgeline.engine.replicas.learned_times import LearnedTimes, Pace
-from ridgeline.engine.replicas.prefix_tree import CHUNK, Chain, Hit, PrefixTree
+from ridgeline.engine.replicas.prefix_tree import Chain, Hit, PrefixTree, bytes_of, nodes_of
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 
 TOLERANCE_TOKENS = 128               # that a prediction of cached tokens may be wrong by: blocks are computed whole …
@@ -111,7 +111,7 @@ class ReplicaLoad:
         self._assume(now)
         pace, habits = self.times.pace(otherwise), self.habits
         tokens = prompt.num_bytes / habits.bytes_per_token
-        cached = min(tokens, self.tree.match(prompt.chain) * CHUNK / habits.bytes_per_token)
+        cached = min(tokens, bytes_of(self.tree.match(prompt.chain)) / habits.bytes_per_token)
         prefill = pace.prefill(tokens - cached)
         output, others = habits.output(prompt), self.pending
         decode = output * pace.step(others + 1)
@@ -207,8 +207,8 @@ class ReplicaLoad:
         if usage.cached is None or not usage.prompt:
             return
         chain, known = ticket.prompt.chain, ticket.hit.nodes
-        per_node = usage.prompt / max(1.0, ticket.prompt.num_bytes / CHUNK)
-        missing = known * per_node - usage.cached
-        close = missing <= max(TOLERANCE_TOKENS, TOLERANCE_SHARE * known * per_node)
-        cached = known if close else min(len(chain), known, int(usage.cached / per_node))
+        per_byte = usage.prompt / max(1, ticket.prompt.num_bytes)
+        expected = bytes_of(known) * per_byte
+        close = expected - usage.cached <= max(TOLERANCE_TOKENS, TOLERANCE_SHARE * expected)
+        cached = known if close else min(len(chain), known, nodes_of(usage.cached / per_byte))
         self.corrections += self.tree.correct(ticket.hit, cached)

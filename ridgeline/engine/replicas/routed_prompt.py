@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeline.engine.replicas.prefix_tree import CHUNK, MOST_CHAIN, chain_of
+from ridgeline.engine.replicas.prefix_tree import bytes_of, prompt_chain
 
 TOKEN_BYTES = 4                      # of a token id; about what a token of text has, too
 
@@ -34,8 +34,8 @@ class RoutedPrompt:
     def followed_by(self, more: bytes) -> list[int]:
         """The nodes of the text with more behind it. Only what is new is hashed."""
         known = self.chain
-        rest = self.text[len(known) * CHUNK :] + more
-        return known + chain_of(rest, known[-1] if known else self.root, most=MOST_CHAIN - len(known))
+        rest = self.text[bytes_of(len(known)) :] + more
+        return known + prompt_chain(rest, known[-1] if known else self.root, len(known))
 
 
 def token_bytes(ids: Sequence[int]) -> bytes:
@@ -48,4 +48,4 @@ def token_bytes(ids: Sequence[int]) -> bytes:
 def tokens_prompt(ids: Sequence[int], salt: str, most_output: int | None, is_cached: bool, streams: bool = True) -> RoutedPrompt:
     """Of token ids. A request that reuses no cached blocks (`is_cached` False) is drawn to no replica."""
     text, root = token_bytes(ids), hash(salt)
-    return RoutedPrompt(text, root, chain_of(text, root) if is_cached else [], most_output, streams=streams)
+    return RoutedPrompt(text, root, prompt_chain(text, root) if is_cached else [], most_output, streams=streams)

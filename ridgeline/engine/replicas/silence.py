@@ -55,9 +55,10 @@ class Silence:
         # The oldest first: as replicas begin them in order, the oldest says whether any is late.
         self._streams: dict[int, Unanswered] = {}
         self._pieces: dict[int, Unanswered] = {}
-        self._begun: dict[int, Callable[[], None]] = {}  # streams of which something has come, and what ends each
+        self._begun: dict[int, Callable[[], bool]] = {}  # streams of which something has come, and what ends each
         self._heard = float("-inf")                      # when something of an answer came last
         self._is_lost = False                            # a late request has left since then, or impatient ones in a row
+        self._is_shown = False                           # … and one of them was a stream: it is not only slow
         self._in_vain = 0.0                              # seconds in which there were requests that left before they were late
         self._left = 0.0                                 # when the last one did
         self._quiet_until = 0.0                          # then one more is tried
@@ -70,8 +71,8 @@ class Silence:
         if self._is_lost:
             self._quiet_until = now + SILENT_SECONDS
 
-    def heard(self, number: int, now: float, give_up: Callable[[], None] | None = None) -> None:
-        """Something of this answer has come. `give_up`: ends it, if more is to come."""
+    def heard(self, number: int, now: float, give_up: Callable[[], bool] | None = None) -> None:
+        """Something of this answer has come. `give_up`: ends it; False: what has come waits for its client."""
         if give_up is not None:
             self._begun[number] = give_up
         request, since, long = self._pop(number), self._heard, self._patience.seconds(True, 0.0)
@@ -80,7 +81,7 @@ class Silence:
             self._patience.observe(request.streams, now - request.sent)
         if now - since > long:                           # for as long nothing came, though this request was there
             self.ended = now
-        self._heard, self._is_lost, self._in_vain = now, False, 0.0
+        self._heard, self._is_lost, self._is_shown, self._in_vain = now, False, False, 0.0
 
     def left(self, number: int, now: float) -> None:
         """It failed or went elsewhere, or its client has gone; or its answer is complete. Where clients wait for less than a
@@ -93,6 +94,7 @@ class Silence:
         self._left = now
         if request.is_late(now) or self._in_vain > request.patience:
             self._is_lost, self._quiet_until = True, now + SILENT_SECONDS
+            self._is_shown |= request.streams
 
     def _pop(self, number: int) -> Unanswered | None:
         return self._streams.pop(number, None) or self._pieces.pop(number, None)
@@ -108,12 +110,12 @@ class Silence:
         that was predicted to take as long."""
         if not self._begun or now < self._heard + seconds or ((self._streams or self._pieces) and not self.is_silent(now)):
             return 0
-        begun = list(self._begun.values())
-        self._begun.clear()
-        self._is_lost, self._quiet_until = True, now + SILENT_SECONDS
-        for give_up in begun:
-            give_up()
-        return len(begun)
+        ended = [number for number, give_up in self._begun.items() if give_up()]
+        for number in ended:
+            del self._begun[number]
+        if ended:
+            self._is_lost, self._is_shown, self._quiet_until = True, True, now + SILENT_SECONDS
+        return len(ended)
 
     def late(self, now: float) -> list[Unanswered]:
         return [each for of in (self._streams, self._pieces) for each in of.values() if each.is_late(now)]
@@ -125,7 +127,7 @@ class Silence:
         if not self.is_silent(now):
             return 0
         far = [each for each in self._streams.values() if now > each.sent + FAR * each.patience]
-        if self._is_lost and now >= self._heard + seconds:
+        if self._is_shown and now >= self._heard + seconds:
             far += [each for each in self._pieces.values() if each.is_late(now) and now >= each.sent + seconds]
         moves = [each.move for each in far if each.move is not None]
         for move in moves:

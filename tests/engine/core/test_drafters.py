@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
 from ridgeline.draft_options import AUTO, METHODS, draft_options
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.drafters import step_model
 from ridgeline.engine.core.live_switches import Switches
 from ridgeline.errors import BadRequest, ConfigError
 from ridgeline.messages import Request, TokenDelta, TokenDeltas
+from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.scheduler.drafting import NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
+from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.sizes.graph_shapes import GraphShapes
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float64", "device": "cpu", "max_num_seqs": 6, "block_size": 4, "num_gpu_blocks_override": 200,
@@ -41,6 +46,16 @@ def config(methods: list[str], most: int = 5, **more: Any) -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint("llama", tmp_path_factory.mktemp("drafts") / "model", **SMALL)
+
+
+def test_what_keys_take_is_not_overstated_on_a_gpu_without_a_data_sheet(model: Path) -> None:
+    """It was told as of a CPU, and added to measured times: steps seemed to take five to fifteen times as long as they did."""
+    known = resolve(EngineConfig.of(model=str(model), **OPTIONS), DeviceFacts("cpu", 2**28, ("float32",)))
+    config = replace(known, device="cuda", dtype="bfloat16", device_name="NVIDIA without a data sheet")
+    times = ShapeTimes(step_model(config, 131_072), GraphShapes(64, 8192, 16))
+    times.observe(32, 32, 1, 20_000, 0.010)
+    for keys, seconds in ((20_000, 0.010), (17_000, 0.010 - 3000 * 131_072 / 1e12)):         # a card with 1 TB/s
+        assert times.seconds(32, keys) == pytest.approx(seconds, rel=0.05)
 
 
 class Served:

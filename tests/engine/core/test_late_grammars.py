@@ -114,16 +114,15 @@ class _Sent:
         return self._how
 
 
-@pytest.mark.parametrize("methods", METHODS, ids=lambda each: each[0])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+# Both tests together have every pair of the way that tokens are chosen, a temperature and a list of methods.
+@pytest.mark.parametrize(("temperature", "methods"), zip([0.0, 1.0], METHODS, strict=True))
 def test_answers_are_those_without_drafts(
     model: Path, expected: Expected, temperature: float, methods: list[str], corrected: list[bool]
 ) -> None:
     _compare(model, expected, temperature, methods, corrected)
 
 
-@pytest.mark.parametrize("methods", METHODS, ids=lambda each: each[0])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "methods"), zip([1.0, 0.0], METHODS, strict=True))
 def test_kernels_that_verify_alone_give_the_same_answers(
     model: Path, expected: Expected, temperature: float, methods: list[str], corrected: list[bool], straight: list[int]
 ) -> None:

@@ -5,7 +5,20 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 
-from ridgeline.engine.replicas.prefix_tree import CHUNK, FEWEST_NODES, MOST_CHAIN, PrefixTree, chain_of
+import pytest
+
+from ridgeline.engine.replicas.prefix_tree import (
+    CHUNK,
+    FEWEST_NODES,
+    MOST_BYTES,
+    MOST_CHAIN,
+    NUM_SHORT,
+    PrefixTree,
+    bytes_of,
+    chain_of,
+    nodes_of,
+    prompt_chain,
+)
 from ridgeline.route.prompt_text import prompt_of, with_answer
 
 
@@ -79,7 +92,10 @@ def test_what_is_found_by_halves_is_what_a_look_at_each_chunk_finds() -> None:
 
 
 def test_a_prompt_of_any_size_has_a_bounded_chain() -> None:
-    assert len(chain_of(bytes(CHUNK * (MOST_CHAIN + 100)))) == MOST_CHAIN
+    longest = bytes(MOST_BYTES + 100 * CHUNK)
+    assert len(prompt_chain(longest, 0)) == MOST_CHAIN
+    # A simulated replica's cache has blocks of one size, also of the 900 KB in which a prompt's chunks are longer.
+    assert len(chain_of(longest, 0, 64)) == len(longest) // 64
 
 
 def test_what_the_replica_lost_is_dropped_with_all_that_is_older() -> None:
@@ -126,8 +142,17 @@ def test_corrections_never_make_the_tree_useless() -> None:
     assert tree.limit == FEWEST_NODES
 
 
-def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
-    system = {"role": "system", "content": "s" * 1000}
+def test_chunks_are_longer_far_behind() -> None:
+    for nodes in (0, 1, NUM_SHORT - 1, NUM_SHORT, NUM_SHORT + 1, MOST_CHAIN):
+        size = bytes_of(nodes)
+        assert nodes_of(size) == nodes and nodes_of(size + CHUNK - 1) == nodes and (not nodes or nodes_of(size - 1) == nodes - 1)
+        assert len(prompt_chain(bytes(size), 1)) == nodes
+    assert bytes_of(MOST_CHAIN) == MOST_BYTES and len(prompt_chain(bytes(2 * MOST_BYTES), 1)) == MOST_CHAIN
+
+
+@pytest.mark.parametrize("size", [1_000, NUM_SHORT * CHUNK - 1_000, NUM_SHORT * CHUNK + 5_000])
+def test_the_next_turn_of_a_conversation_finds_prompt_and_answer(size: int) -> None:
+    system = {"role": "system", "content": "s" * size}
     turn = [system, {"role": "user", "content": "u" * 700}]
     answer = "a" * 900
     first = prompt_of({"model": "m", "messages": turn})
@@ -135,11 +160,11 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
     tree.add(first.chain)
     following = [*turn, {"role": "assistant", "content": answer}, {"role": "user", "content": "more" * 100}]
     second = prompt_of({"model": "m", "messages": following})
-    assert tree.match(second.chain) == len(first.text) // CHUNK
+    assert tree.match(second.chain) == nodes_of(len(first.text))
     whole = with_answer(first, answer)
-    assert whole == chain_of(first.text + b"\x1eassistant\x1f" + answer.encode(), first.root)
+    assert whole == prompt_chain(first.text + b"\x1eassistant\x1f" + answer.encode(), first.root)
     tree.extend(whole)
-    assert tree.match(second.chain) == (len(first.text) + len("?assistant?") + 900) // CHUNK
+    assert tree.match(second.chain) == nodes_of(len(first.text) + len("?assistant?") + 900)
 
 
 def test_tools_parts_and_token_ids_are_prompts_too() -> None:

@@ -41,7 +41,7 @@ import quick_interpreter
 IMPORTED = (
     "torch", "ridgeline.engine.core.loop", "ridgeline.engine.core.frontend_socket", "ridgeline.engine.core.executor",
     "ridgeline.cli.cmd_serve", "ridgeline.server.app", "uvicorn.protocols.http.httptools_impl",
-    "ridgeline.grammar.compile_worker", "llguidance",
+    "ridgeline.grammar.compile_worker", "llguidance", "ridgeline.text.chat_template",
 )
 INTERPRETED = ("torch", "triton", "pytest", "hypothesis", "ridgeline.models.decoder", "ridgeline.runner.sampler")
 COMMAND = ("ridgeline", "ridgeline.__main__")
@@ -50,8 +50,9 @@ ON_TERMINAL = ["setsid", "--ctty", "--wait"]     # before a command: its standar
 WARM = (
     *COMMAND, "ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "ridgeline.distributed.time_collectives",
     "ridgeline.server.body_process", "ridgeline.grammar.compile_worker", "threaded_engine", "slow_engine", "faulty_engine",
-    "test_executor",
+    "test_executor", "ridgeline.text.chat_template",
 )
+BARE = ("ridgeline.text.chat_template",)         # has next to no environment, and nothing that reads it
 # Libraries have read these when they were imported.
 _READ_AT_IMPORT = tuple("OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ MALLOC_ CUDA_ TORCH_ PYTORCH_ TRITON_ LD_ PYTHON".split())
 _READ_LATER = ("TRITON_CACHE_DIR", "TRITON_DEFAULT_FP_FUSION")                     # when a kernel is compiled
@@ -84,7 +85,7 @@ class _Zygote:
         self._is_ready = False
 
     def serves(self, module: str, environment: Mapping[str, str]) -> bool:
-        own, wanted = self.environment, _read_at_import(environment)
+        own, wanted = self.environment, self.environment if module in BARE else _read_at_import(environment)
         if module in (*COMMAND, PYTEST) or _is_script(module):       # with its user's variables, not those of `start_child`
             if module in COMMAND and wanted.get("PYTHONPATH", "") not in (self.command_path, own["PYTHONPATH"]):
                 return False
