@@ -26,7 +26,7 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources
-from ridgeline.scheduler.drafts.looking import OFF_RUN, Search
+from ridgeline.scheduler.drafts.looking import OFF_RUN, OFF_SOON, Search
 from ridgeline.scheduler.drafts.offer import FORCED, Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
@@ -41,9 +41,10 @@ _PROBE_COST = 1.25                   # … if it takes no longer than that, rela
 _LEAST_CHANCE = 0.02                 # a draft below it is not verified, even where padding makes it free
 _GAIN = 1.02                         # drafts must promise this much more than none, …
 _RETRY = 0.006                       # … but less with each step since there were some: what they took then may not hold any more
-_OFF_SOON = 16                       # steps with drafts, at least, before some without are taken, to measure these again, …
-_OFF_COST = 0.003                    # … as soon as they cost no more of the time than that, but …
+_OFF_COST = 0.003                    # steps without drafts are measured again as soon as they cost no more of the time, but …
 _OFF_LATEST = 500                    # … no later than this
+_DOUBTFUL = 1.3                      # times longer than a step with drafts: then a step without was slow when it was measured.
+                                     # A spell in which a clock is low makes less of it
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
@@ -314,7 +315,7 @@ class Controller:
         """A GPU's clock, and what else the host does, change the time of steps with and without drafts. Where drafts gain little,
         steps without cost little, and are measured often."""
         since, count = self._step - self._search.last_off, len(rows.sequences)
-        if not self._adaptive or since < _OFF_SOON:
+        if not self._adaptive or since < OFF_SOON:
             return False
         own = width[offers.places]
         gained = self._honesty.share * float((offers.chances * (np.arange(offers.chances.shape[1]) < own[:, None])).sum())
@@ -459,6 +460,20 @@ class Controller:
             pace.observe(rows, tokens, queries, keys, seconds, waited)
         else:
             pace.passed()
+        if queries > 1 and measured and not waited:
+            self._doubt_off(rows, tokens, queries, keys)
+
+    def _doubt_off(self, rows: int, tokens: int, queries: int, keys: int) -> None:
+        """A step without drafts does not take longer than one with some. If it seems to, it was slow when it was measured, as the
+        first steps of a process are, and is measured again; later and later, if that does not help."""
+        search, times = self._search, self.pace.ahead
+        since = self._step - search.last_off
+        if not self._adaptive or since < OFF_SOON or since % search.doubt:
+            return
+        if times.seconds(rows, keys) <= _DOUBTFUL * times.took(rows, tokens, queries, keys):
+            search.doubt = OFF_SOON
+        else:
+            search.off_left, search.doubt = search.off_run, min(2 * search.doubt, _OFF_LATEST)
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
         if (small := self._small) is not None and result.typical:

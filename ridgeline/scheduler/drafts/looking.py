@@ -8,6 +8,7 @@ from ridgeline.scheduler.drafts.watch import Watch
 from ridgeline.scheduler.drafts.worth import Worth
 
 OFF_RUN = 3                          # steps in a row without drafts, of which the last shows what such steps take
+OFF_SOON = 16                        # steps after these, at least, before there are some again
 _PATIENCE = 8                        # steps in vain, and again as many, and again …
 _MOST_SKIPPED = 4                    # … before it is asked in each second step only, each third, and so on up to this
 
@@ -20,6 +21,7 @@ class Search:
     last_off: int = 0                # the step that was to measure those without drafts, and …
     off_run: int = OFF_RUN           # … how many these are, …
     off_left: int = 0                # … and are to come
+    doubt: int = OFF_SOON            # so many steps later it is asked whether what they took can be right
     quiet: int = 0                   # plans since drafts were looked for
     slept: int = 0                   # steps of a rest that came back, and were not timed
     probing: bool = False            # does the newest step with drafts have them only to learn?

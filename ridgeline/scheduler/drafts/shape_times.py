@@ -164,6 +164,11 @@ class ShapeTimes:
         table = self.table(self.bound(rows, queries), keys)
         return float(table.seconds[min(int(np.searchsorted(table.sizes, rows * queries)), len(table.sizes) - 1)])
 
+    def took(self, rows: int, tokens: int, queries: int, keys: int) -> float:
+        """A step like this one, which ran."""
+        table = self.table(self.bound(rows, queries), keys)
+        return float(table.seconds[min(int(table.sizes.searchsorted(tokens)), len(table.sizes) - 1)])
+
     def measured(self, rows: int, keys: int) -> bool:
         """Was a step without drafts?"""
         return self.size_of(rows) in self._measured.get(keys.bit_length(), {}).get(PLAIN, {})

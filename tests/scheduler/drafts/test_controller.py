@@ -660,6 +660,22 @@ def test_bad_luck_does_not_end_drafts_that_gain_much(seed: int) -> None:
     assert sum(width > 0 for width in run.widths[before:]) >= 0.95 * 450
 
 
+@pytest.mark.parametrize("rows", [128, 256])
+def test_first_steps_that_are_slow_do_not_make_drafts_pay_for_long(rows: int) -> None:
+    """As those of a fresh process are. What steps without drafts took then was believed for 500 steps."""
+    passed = 0
+
+    def slow_at_first(rows: int, tokens: int, queries: int, context: int) -> float:
+        nonlocal passed
+        passed += 1
+        return as_measured(rows, tokens, queries, context) * (2.6 if passed <= 3 else 1)
+
+    run = Dial(rows, 0.3, slow_at_first, careful, GRAPHS)
+    run.run(3)
+    run.tokens = run.time = 0.0
+    assert run.run(400).rate >= 0.98 * expected_rate(rows, 0.3, 0, as_measured)
+
+
 def test_steps_that_grow_slower_with_their_contexts() -> None:
     """Requests that begin together: the sizes that ran when contexts were short must not seem faster than those that run now."""
     rows, alpha, run = 128, 0.6, Dial(128, 0.6, as_measured, careful, GRAPHS)
