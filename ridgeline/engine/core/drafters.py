@@ -76,14 +76,9 @@ def step_times(config: ResolvedConfig) -> Pace:
 
 def _key_bytes(config: ResolvedConfig) -> float:
     """Keys and values of one token in the layers that read all of them, one rank's share."""
-    model, ranks = config.model, config.options.parallel.tensor_parallel_size
-    full = [layer for layer, window in enumerate(model.windows) if window is None]
-    if not full:
-        return 0.0
-    if model.latent is not None:                         # every rank has all of it
-        return len(full) * model.latent.width * config.kv_format.mean_bytes(full, model.latent.width)
-    width = 2 * model.num_kv_heads * model.head_dim / ranks
-    return len(full) * width * config.kv_format.mean_bytes(full, model.head_dim)
+    full = [group for group in config.groups if group.window is None]
+    areas = [area for group in full for layer in group.layers for area in group.areas(config.kv_format, layer)]
+    return sum(area.bytes for area in areas) / config.groups[0].block_size
 
 
 def step_model(config: ResolvedConfig, key_bytes: float) -> Callable[[int, int], float]:

@@ -20,7 +20,7 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
 from ridgeline.draft_options import AUTO, METHODS, draft_options
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.engine.core.drafters import step_model
+from ridgeline.engine.core.drafters import _key_bytes, step_model
 from ridgeline.engine.core.live_switches import Switches
 from ridgeline.errors import BadRequest, ConfigError
 from ridgeline.messages import Request, TokenDelta, TokenDeltas
@@ -56,6 +56,13 @@ def test_what_keys_take_is_not_overstated_on_a_gpu_without_a_data_sheet(model: P
     times.observe(32, 32, 1, 20_000, 0.010)
     for keys, seconds in ((20_000, 0.010), (17_000, 0.010 - 3000 * 131_072 / 1e12)):         # a card with 1 TB/s
         assert times.seconds(32, keys) == pytest.approx(seconds, rel=0.05)
+
+
+def test_ranks_that_keep_the_same_kv_head_read_all_of_its_keys(model: Path) -> None:
+    """Of two KV heads each of four ranks was taken to have a half."""
+    facts, options = DeviceFacts("cpu", 2**28, ("float32",)), OPTIONS | {"dtype": "float32", "model": str(model)}
+    of_ranks = [_key_bytes(resolve(EngineConfig.of(**options, tensor_parallel_size=ranks), facts)) for ranks in (1, 2, 4)]
+    assert of_ranks == [2 * of_ranks[1], of_ranks[1], of_ranks[1]] and of_ranks[0] > 0
 
 
 class Served:
