@@ -89,6 +89,7 @@ class ShapeTimes:
         self._queries: dict[tuple[int, int], int] = {}   # what bound() said, by rows and queries
         self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
         self._tables: dict[int, tuple[list[int], Tables]] = {}       # what tables() said last, by keys
+        self._told: dict[int, float] = {}                # what _of_keys() said when these were estimated
 
     def another(self) -> ShapeTimes:
         """For the same shapes, with nothing measured."""
@@ -175,6 +176,7 @@ class ShapeTimes:
 
     def table(self, bound: int, keys: int) -> Table:
         bound = bound if self._graphs is not None else PLAIN
+        self._look_at_keys(keys)
         known = self._known.setdefault(keys.bit_length(), {})
         if bound not in known:
             known[bound] = self._estimated(bound, keys)
@@ -183,6 +185,7 @@ class ShapeTimes:
     def tables(self, bounds: list[int], keys: int) -> Tables:
         """Of bounds that steps with drafts may have."""
         bits = keys.bit_length()
+        self._look_at_keys(keys)
         known = self._tables.get(bits)
         if known is not None and known[0] == bounds:
             return known[1]
@@ -227,6 +230,14 @@ class ShapeTimes:
         seconds = [_with(found * each, more) for found, each in zip(seconds, scale, strict=True)]
         sure = [not unsure and size in mine and len(mine[size].seconds) >= _SURE for size in sizes]
         return Table(np.array(sizes), np.array(seconds), np.array(sure))
+
+    def _look_at_keys(self, keys: int) -> None:
+        """What was estimated for other keys is forgotten if these make a difference, as where many requests have ended."""
+        bits, more = keys.bit_length(), self._of_keys(keys)
+        if abs(more - self._told.setdefault(bits, more)) > _SAME * self._model(1, keys):
+            self._told[bits] = more
+            self._known.pop(bits, None)
+            self._tables.pop(bits, None)
 
     def _of_keys(self, keys: int) -> float:
         """Seconds that so many keys take, beyond those that stand for their power of two. Contexts grow from step to step: a

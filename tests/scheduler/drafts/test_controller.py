@@ -676,6 +676,19 @@ def test_first_steps_that_are_slow_do_not_make_drafts_pay_for_long(rows: int) ->
     assert run.run(400).rate >= 0.98 * expected_rate(rows, 0.3, 0, as_measured)
 
 
+def test_times_are_told_for_the_keys_of_the_step() -> None:
+    """Where many requests end at once, steps with drafts and without are both told for what is left."""
+    times = ShapeTimes(careful, GRAPHS)
+    for _ in range(3):
+        times.observe(64, 64, 1, 510_000, 20e-3)
+        times.observe(64, 256, 4, 510_000, 30e-3)
+    fewer = 2e-8 * (510_000 - 300_000)
+    for keys, seconds in ((510_000, 30e-3), (300_000, 30e-3 - fewer), (510_000, 30e-3)):
+        assert times.took(64, 256, 4, keys) == pytest.approx(seconds)
+        assert np.frombuffer(times.tables([4], keys).seconds)[times.table(4, keys).sizes == 256] == pytest.approx(seconds)
+        assert times.seconds(64, keys) == pytest.approx(seconds - 10e-3)
+
+
 def test_steps_that_grow_slower_with_their_contexts() -> None:
     """Requests that begin together: the sizes that ran when contexts were short must not seem faster than those that run now."""
     rows, alpha, run = 128, 0.6, Dial(128, 0.6, as_measured, careful, GRAPHS)
