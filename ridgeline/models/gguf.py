@@ -26,9 +26,9 @@ from ridgeline.errors import ModelError
 from ridgeline.models.gguf_types import OTHER_TYPE_NAMES, TENSOR_TYPE_BY_NAME, TENSOR_TYPES
 
 MAX_METADATA_ENTRIES = 1 << 16
-MAX_TENSORS = 1 << 20
+MAX_TENSORS = 1 << 17
 MAX_STRING_BYTES = 64 << 20
-MAX_ARRAY_LENGTH = 1 << 24
+MAX_ARRAY_LENGTH = 1 << 22           # of all arrays together: Python's objects are up to forty times as large as bytes in a file
 MAX_DIMENSIONS = 4
 MAX_PARTS = 1000
 MAX_ELEMENTS = 1 << 48
@@ -211,6 +211,7 @@ class _Header:
         self.size = len(data)
         self.file_name = file_name
         self.position = 0
+        self.elements = 0                                # of arrays, so far
         self.check_magic()
         tensor_count = self.count("tensor count", MAX_TENSORS)
         entry_count = self.count("metadata entry count", MAX_METADATA_ENTRIES)
@@ -304,7 +305,11 @@ class _Header:
         kind = self.u32(f"element type of {field}")
         if kind == _ARRAY:
             raise self.error(f"{field} is an array of arrays, which is not supported")
-        return self.values(kind, self.count(f"length of {field}", MAX_ARRAY_LENGTH), field)
+        length = self.count(f"length of {field}", MAX_ARRAY_LENGTH)
+        self.elements += length
+        if self.elements > MAX_ARRAY_LENGTH:
+            raise self.error(f"the arrays of its metadata have more than {MAX_ARRAY_LENGTH:,} elements together")
+        return self.values(kind, length, field)
 
     def values(self, kind: int, count: int, field: str) -> list[Any]:
         if kind == _STRING:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from ridgeline.text.tokenizer_limits import is_panic
+from ridgeline.text.tokenizer_limits import in_time, is_panic
 from ridgeline.text.vocabulary import SPACE_MARK, byte_of
 
 SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -72,10 +72,10 @@ def writes_by_token(steps: list[Step]) -> bool:
 
 def pieces_by_token(core: tokenizers.Tokenizer, size: int) -> tuple[list[bytes], list[bytes]]:
     """(the text of each token behind another one, and at the start of a text)."""
-    first = [_decoded(core, [token]) for token in range(size)]
+    first = [_decoded(core, [token]) for token in in_time(range(size), "decoder")]
     before = next((token for token in range(size) if first[token]), 0)
     length = len(first[before])
-    behind = [_decoded(core, [before, token])[length:] for token in range(size)]
+    behind = [_decoded(core, [before, token])[length:] for token in in_time(range(size), "decoder")]
     return [text.encode() for text in behind], [text.encode() for text in first]
 
 

@@ -23,7 +23,7 @@ from ridgeline.process.log import get_logger
 from ridgeline.text.chat_template import ChatTemplate
 from ridgeline.text.decoders import WindowDecoder
 from ridgeline.text.quoting import Quoted, Special
-from ridgeline.text.tokenizer_limits import TextCost, check_text, is_panic
+from ridgeline.text.tokenizer_limits import SlowVocabulary, TextCost, check_text, in_time, is_panic
 from ridgeline.text.vocabulary import Vocabulary
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
 from ridgeline.text.vocabulary_hf import directory_vocabulary
@@ -79,10 +79,9 @@ class Tokenizer:
         special tokens as text takes seconds to make, and chats would wait for the first that needs it."""
         self._core.encode_special_tokens = True
         try:
-            made = self._core.encode_batch_fast(texts, add_special_tokens=False)
+            return {text: self._core.encode(text, add_special_tokens=False).ids for text in in_time(texts, "encoder")}
         finally:
             self._core.encode_special_tokens = False
-        return {text: encoding.ids for text, encoding in zip(texts, made, strict=True)}
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -93,6 +92,8 @@ class Tokenizer:
                 return cls(directory_vocabulary(path))
             with GGUFFile(path) as file:
                 return cls(gguf_vocabulary(file.metadata, path.name))
+        except SlowVocabulary as error:
+            raise ModelError(f"{path}: {error}") from None
         except BaseException as error:
             if not is_panic(error):
                 raise

@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ from ridgeline.errors import BadRequest, ModelError
 
 MAX_FILE_BYTES = 256 << 20           # of tokenizer.json; Gemma's has 33 MB
 MAX_ADDED_BYTES = 2 << 20            # of the texts of added tokens: 2 s and 200 MB; Gemma has 6,400 tokens of 70 kB
+MAX_ADDED_LENGTH = 4_096             # bytes of one: some libraries' cost grows with its square; Gemma's longest has 93
+MAX_VOCABULARY_SECONDS = 20.0        # of CPU time for the texts of all tokens; those of real models take two
 MAX_ID = 1 << 24                     # where the model does not say how many tokens it has
 SPARE_IDS = 1 << 20                  # that a tokenizer may have beyond those of the model
 MAX_GROWTH = 128.0                   # characters that a normalizer may make of one; the longest of Unicode's own has 18
@@ -27,8 +30,13 @@ MAX_NORMALIZED = 64_000_000          # characters of one text after it
 MAX_AROUND = 1_024                   # tokens that every text gets before and behind it; models have up to three
 MAX_BLANKS = 500_000                 # in a row; patterns go back over them, and the library panics at 10,000,000 steps back
 MAX_STEPS = 256                      # of each kind; models have up to ten, and 256 take 0.1 s for a text of 3,000 letters
+Text = TypeVar("Text")
 _UNICODE_GROWTH = 18.0
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")      # the steps of a Sequence, by its kind
+
+
+class SlowVocabulary(ModelError):
+    """Without the model's path, which `Tokenizer.load` knows."""
 
 
 @dataclass(slots=True)
@@ -105,7 +113,10 @@ def _tokens_around(processor: Any) -> int:
 
 
 def require_few_added(contents: Iterable[str], where: str) -> None:
-    total = sum(len(content.encode("utf-8", "surrogatepass")) for content in contents)
+    sizes = [len(content.encode("utf-8", "surrogatepass")) for content in contents]
+    total, longest = sum(sizes), max(sizes, default=0)
+    if longest > MAX_ADDED_LENGTH:
+        raise ModelError(f"{where}: an added token has {longest:,} bytes of text; at most {MAX_ADDED_LENGTH:,} are allowed")
     if total > MAX_ADDED_BYTES:
         raise ModelError(f"{where}: its added tokens have {total:,} bytes of text; at most {MAX_ADDED_BYTES:,} are allowed")
 
@@ -117,6 +128,16 @@ def require_ids(highest: int, vocab_size: Any, where: str) -> None:
     if highest >= most:
         words = f"the model has {vocab_size:,} tokens" if known else f"at most {MAX_ID:,} are allowed"
         raise ModelError(f"{where}: a token has the id {highest:,}; {words}")
+
+
+def in_time(texts: Iterable[Text], what: str) -> Iterator[Text]:
+    """The same, as long as what is done with them does not take this thread too long. Each is short, but there may be a million,
+    and a pattern that goes back and forth takes a second for each."""
+    ends = time.thread_time() + MAX_VOCABULARY_SECONDS
+    for each in texts:
+        yield each
+        if time.thread_time() > ends:
+            raise SlowVocabulary(f"its {what} takes more than {MAX_VOCABULARY_SECONDS:g} s of CPU time for the tokens' own texts")
 
 
 def _growth(normalizer: Any) -> float:

@@ -59,6 +59,7 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
         ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 250_000_000}, "merges": []}}, "250,000,00.; the model has 260 tokens"),
         ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**32 - 9}, "merges": []}}, "4,294,967,2..; the model has 260 tokens"),
         ({"added_tokens": added(256, [f"{n}" + "x" * 270 for n in range(8_000)])}, "bytes of text; at most"),
+        ({"added_tokens": added(256, ["x" * 5_000])}, "an added token has 5,000 bytes of text; at most 4,096"),
         ({"normalizer": {"type": "Sequence", "normalizers": [replace("a" * 1000)] * 3}}, "characters of one; at most 128"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFD"}] * 20_000}}, "normalizer has 20,001 steps"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [{"type": "NFD"}] * 99}] * 9}},
@@ -71,8 +72,8 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
         ({"decoder": {"type": "Sequence", "decoders": [replace("a" * 1000)] * 3}}, "its decoder makes up to 1,000,000,000 ch"),
         ({"post_processor": {"type": "Sequence", "processors": [template(2_000, 500)] * 2}}, "adds 2,000,000 tokens to every"),
     ],
-    ids=["id", "largest id", "added tokens", "three times a thousand", "normalizers", "nested normalizers", "pre-tokenizers",
-         "decoders", "nothing replaced", "table", "byte levels", "decoder", "tokens around a text"],
+    ids=["id", "largest id", "added tokens", "a long token", "three times a thousand", "normalizers", "nested normalizers",
+         "pre-tokenizers", "decoders", "nothing replaced", "table", "byte levels", "decoder", "tokens around a text"],
 )
 def test_files_that_would_cost_too_much_are_refused(parts: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words) as refusal:
@@ -149,6 +150,20 @@ def test_a_file_that_makes_the_library_panic_is_refused(backtracking: Path, monk
     monkeypatch.setattr("ridgeline.text.tokenizer.directory_vocabulary", panics)
     with pytest.raises(ModelError, match="cannot be used: boom boom"):
         Tokenizer.load(backtracking)
+
+
+@pytest.mark.reliability("S-10d")
+@pytest.mark.parametrize(
+    ("parts", "what"),
+    [({}, "encoder"), ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder")],
+)
+def test_a_vocabulary_whose_own_texts_take_long_is_refused(
+    parts: dict[str, Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text stays below the limits; thousands of them, with a pattern that goes back and forth, took minutes."""
+    monkeypatch.setattr(tokenizer_limits, "MAX_VOCABULARY_SECONDS", -1.0)
+    with pytest.raises(ModelError, match=f"tiny: its {what} takes more than -1 s of CPU time"):
+        Tokenizer.load(changed(tmp_path, **parts))
 
 
 def test_long_texts_and_slow_tokenizers_leave_pythons_lock_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
