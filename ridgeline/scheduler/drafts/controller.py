@@ -43,6 +43,7 @@ _GAIN = 1.02                         # drafts must promise this much more than n
 _RETRY = 0.006                       # … but less with each step since there were some: what they took then may not hold any more
 _OFF_COST = 0.003                    # steps without drafts are measured again as soon as they cost no more of the time, but …
 _OFF_LATEST = 500                    # … no later than this
+_OFF_LOOK = 8                        # steps between two looks at what they cost: a look takes the host's time
 _DOUBTFUL = 1.3                      # times longer than a step with drafts: then a step without was slow when it was measured.
                                      # A spell in which a clock is low makes less of it
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
@@ -315,7 +316,7 @@ class Controller:
         """A GPU's clock, and what else the host does, change the time of steps with and without drafts. Where drafts gain little,
         steps without cost little, and are measured often."""
         since, count = self._step - self._search.last_off, len(rows.sequences)
-        if not self._adaptive or since < OFF_SOON:
+        if not self._adaptive or since < OFF_SOON or since % _OFF_LOOK:
             return False
         own = width[offers.places]
         gained = self._honesty.share * float((offers.chances * (np.arange(offers.chances.shape[1]) < own[:, None])).sum())
