@@ -19,6 +19,8 @@ END_OF_TURN = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> </s> <eos> "
     "<｜end▁of▁sentence｜>".split()
 )
+MAX_SETTINGS_BYTES = 64 << 20        # of a file beside the weights: JSON becomes objects of up to thirty times its size. Gemma's
+                                     # tokenizer.json has 33 MB
 _NORMAL = 1                          # GGUF's type of an ordinary token
 _SENTENCEPIECE_EOS = 2               # where a file is too old to say
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")   # half of a pair, in JSON
@@ -102,10 +104,15 @@ def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def require_regular(file: Path) -> None:
-    """ModelError for a pipe or a device: opening or reading one could wait for ever. A file that is not there passes."""
-    if file.exists() and not file.is_file():
+def require_regular(file: Path, most: int = MAX_SETTINGS_BYTES) -> None:
+    """ModelError for a pipe or a device, which opening or reading could wait for for ever, and for more than `most` bytes. A file
+    that is not there passes."""
+    if not file.exists():
+        return
+    if not file.is_file():
         raise ModelError(f"{file}: not a regular file")
+    if (size := file.stat().st_size) > most:
+        raise ModelError(f"{file}: {size:,} bytes are more than such a file may have ({most:,})")
 
 
 def read_settings(file: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from ridgeline.models.config_fields import (
     read_head_dim,
     read_intermediate,
 )
-from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, language_model
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, language_model, require_regular
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
 from ridgeline.models.families.all_families import declared_family, gguf_family, is_headless, stores_head
 from ridgeline.models.family import GGUF_SECOND_NORM, Family
@@ -244,6 +244,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    require_regular(path)
     try:
         content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:

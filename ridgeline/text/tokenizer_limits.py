@@ -19,7 +19,6 @@ import msgspec
 
 from ridgeline.errors import BadRequest, ModelError
 
-MAX_FILE_BYTES = 256 << 20           # of tokenizer.json; Gemma's has 33 MB
 MAX_ADDED_BYTES = 2 << 20            # of the texts of added tokens: 2 s and 200 MB; Gemma has 6,400 tokens of 70 kB
 MAX_ADDED_LENGTH = 4_096             # bytes of one: some libraries' cost grows with its square; Gemma's longest has 93
 MAX_VOCABULARY_SECONDS = 20.0        # of CPU time for the texts of all tokens; those of real models take two
@@ -60,9 +59,6 @@ class _Facts(msgspec.Struct):
 def read_tokenizer(file: Path) -> tuple[str, float]:
     """(text, growth) of a tokenizer.json whose cost is bounded. `growth`: the characters that its normalizer makes of one."""
     try:
-        size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ModelError(f"{file}: {size:,} bytes are more than a tokenizer may have ({MAX_FILE_BYTES:,})")
         content = file.read_bytes()
         facts = msgspec.json.decode(content, type=_Facts)
         text = content.decode()

@@ -12,7 +12,13 @@ import pytest
 from test_model_config import LLAMA
 
 from ridgeline.errors import ModelError
-from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, read_settings
+from ridgeline.models.end_tokens import (
+    MAX_SETTINGS_BYTES,
+    directory_eos_token,
+    gguf_end_tokens,
+    hf_end_tokens,
+    read_settings,
+)
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import load_model_config, read_json
 from ridgeline.text.tokenizer import Tokenizer
@@ -101,10 +107,22 @@ def test_directory(tmp_path: Path, settings: dict[str, Any], place: int | None) 
     assert set(load_model_config(path).eos_token_ids) == Tokenizer.load(path).eos_token_ids == ends
 
 
-@pytest.mark.parametrize(("load", "name"), [
+READERS = [
     (Tokenizer.load, "config"), (Tokenizer.load, "generation_config"), (Tokenizer.load, "tokenizer"),
     (load_model_config, "tokenizer_config"), (load_model_config, "tokenizer"),
-])
+]
+
+
+@pytest.mark.parametrize(("load", "name"), [*READERS, (load_model_config, "config"), (load_model_config, "generation_config")])
+def test_a_large_file_is_not_read(tmp_path: Path, load: Callable[[Path], object], name: str) -> None:
+    """It would be in memory twice, and its values thirty times."""
+    path = directory(tmp_path, config=LLAMA, generation_config={}, tokenizer_config={"eos_token": "<end>"}, tokenizer=VOCABULARY)
+    os.truncate(path / f"{name}.json", MAX_SETTINGS_BYTES + 1)       # without blocks on the disk
+    with pytest.raises(ModelError, match=rf"/{name}\.json: 67,108,865 bytes are more than such a file may have"):
+        load(path)
+
+
+@pytest.mark.parametrize(("load", "name"), READERS)
 def test_a_pipe_is_no_file_of_a_model(tmp_path: Path, load: Callable[[Path], object], name: str) -> None:
     """Reading it would wait until something writes to it."""
     path = directory(tmp_path, config=LLAMA, generation_config={}, tokenizer_config={"eos_token": "<end>"}, tokenizer=VOCABULARY)

@@ -110,12 +110,6 @@ def test_usual_normalizers_are_taken(normalizer: dict[str, Any], tmp_path: Path)
     Tokenizer.load(changed(tmp_path, normalizer=normalizer))
 
 
-def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_limits, "MAX_FILE_BYTES", 1_000)
-    with pytest.raises(ModelError, match="more than a tokenizer may have"):
-        Tokenizer.load(write_model(tmp_path / "tiny"))
-
-
 def test_added_tokens_of_the_other_file_are_counted_too(tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny")
     listed = {str(260 + n): {"content": f"{n}" + "x" * 300} for n in range(8_000)}
