@@ -104,7 +104,7 @@ def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def require_regular(file: Path, most: int = MAX_SETTINGS_BYTES) -> None:
+def require_file(file: Path, most: int = MAX_SETTINGS_BYTES) -> None:
     """ModelError for a pipe or a device, which opening or reading could wait for for ever, and for more than `most` bytes. A file
     that is not there passes."""
     if not file.exists():
@@ -117,7 +117,7 @@ def require_regular(file: Path, most: int = MAX_SETTINGS_BYTES) -> None:
 
 def read_settings(file: Path) -> dict[str, Any]:
     """The JSON object in a file; empty without the file."""
-    require_regular(file)
+    require_file(file)
     try:
         content = file.read_bytes()
         value = json.loads(content.decode("utf-8-sig"))  # of bytes, json takes halves of pairs, and UTF-16

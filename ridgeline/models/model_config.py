@@ -30,12 +30,19 @@ from ridgeline.models.config_fields import (
     check_gguf_only,
     check_heads,
     check_only,
+    is_deep,
     read_activation,
     read_dtype,
     read_head_dim,
     read_intermediate,
 )
-from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, language_model, require_regular
+from ridgeline.models.end_tokens import (
+    directory_eos_token,
+    gguf_end_tokens,
+    hf_end_tokens,
+    language_model,
+    require_file,
+)
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
 from ridgeline.models.families.all_families import declared_family, gguf_family, is_headless, stores_head
 from ridgeline.models.family import GGUF_SECOND_NORM, Family
@@ -244,7 +251,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    require_regular(path)
+    require_file(path)
     try:
         content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
@@ -253,18 +260,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    if _is_deep(content):
+    if is_deep(content, MAX_DEPTH):
         raise ModelError(f"{path} is nested more than {MAX_DEPTH} deep")
     return content
-
-
-def _is_deep(content: Any) -> bool:
-    """Whether what compares, copies or prints it could run out of stack."""
-    level = [content]
-    for _ in range(MAX_DEPTH):
-        inside = [each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [each for each in inside if isinstance(each, (dict, list))]
-    return bool(level)
 
 
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1, context_size: int = 1) -> list[KVGroupSpec]:

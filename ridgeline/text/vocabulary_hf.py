@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ridgeline.errors import ModelError, shown
-from ridgeline.models.end_tokens import hf_end_tokens, language_model, read_settings, require_regular
+from ridgeline.models.end_tokens import hf_end_tokens, language_model, read_settings, require_file
 from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
 from ridgeline.text.tokenizer_limits import read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
@@ -60,7 +60,7 @@ def _vocab_size(model_config: Mapping[str, Any]) -> Any:
 def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, float]:
     """The library's object, and how much its normalizer may make of a character."""
     file = path / "tokenizer.json"
-    require_regular(file)
+    require_file(file)
     if not file.is_file():
         there = next((name for name in OTHER_TOKENIZERS if (path / name).is_file()), None)
         other = f" (a {there} alone cannot be read)" if there else ""
@@ -163,7 +163,7 @@ def _pieces(core: tokenizers.Tokenizer) -> Pieces:
 
 
 def _template(file: Path) -> str:
-    require_regular(file)
+    require_file(file)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -208,6 +208,11 @@ def test_what_cannot_be_fetched_is_one_line(repo: str, words: tuple[str, ...], s
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_name_that_no_hub_takes_is_not_called_a_missing_network() -> None:
+    done = ridgeline("http://127.0.0.1:9", "pull", "a/" + "x" * 5_000)
+    assert done.returncode == 2 and "is not a name on the Hugging Face hub" in done.stderr and len(done.stderr) < 1_000
+
+
 def test_without_a_network_there_is_one_line() -> None:
     done = ridgeline("http://127.0.0.1:9", "pull", "a/b")
     assert done.returncode == 2 and "http://127.0.0.1:9 cannot be reached" in done.stderr and done.stderr.count("\n") == 1

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown_path
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import HubName, cache_root, hub_name, matching_gguf, missing_parts
 
@@ -132,6 +132,8 @@ def explained(name: HubName, revision: str | None, error: Exception) -> str:
         return f"{name.repo} has no revision {revision!r}"
     if kind == "RepositoryNotFoundError":
         return f"there is no model {name.repo} on {host}, or it is private: check the name, or set HF_TOKEN"
+    if kind == "HFValidationError":                      # before anything is asked
+        return f"{shown_path(name.repo)} is not a name on the Hugging Face hub: {' '.join(str(error).split())[:200]}"
     if kind == "OfflineModeIsEnabled":
         return "HF_HUB_OFFLINE is set: unset it to download"
     status = getattr(getattr(error, "response", None), "status_code", None)
