@@ -21,6 +21,7 @@ from ridgeline.quant.format import GRIDS, ORDER, OUTER, SCALE, WEIGHT, ZERO
 
 Tensors = Mapping[str, Tensor]       # by role
 Canonical = dict[str, Tensor]        # by parameter
+NO_NUMBER = 0xFF                     # of e8m0
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)                    # of eight neighbouring outputs in a word
 
 
@@ -132,7 +133,7 @@ def _codes(recipe: Recipe, tensors: Tensors) -> Canonical:
     wanted = torch.float8_e4m3fn if recipe.format.grid == "e4m3" else torch.int8
     if weight.dtype != wanted:
         raise ModelError(f"codes are {str(weight.dtype)[6:]}, not {str(wanted)[6:]}")
-    scale = 1.0 / tensors["scale"].float() if recipe.variant == "divides" else tensors["scale"]
+    scale = _inverse(tensors["scale"].float()) if recipe.variant == "divides" else tensors["scale"]
     found = {WEIGHT: weight, SCALE: block_scales(recipe, scale, *weight.shape)}
     assert recipe.format.scales is not None
     if recipe.format.scales.zero is not None:
@@ -211,7 +212,7 @@ def _fp4(recipe: Recipe, tensors: Tensors) -> Canonical:
     if scale.dtype != torch.float8_e4m3fn:
         raise ModelError(f"scales of NVFP4 must be float8_e4m3fn, not {str(scale.dtype)[6:]}")
     outer = tensors["outer"].float().reshape(-1)
-    outer = 1.0 / outer if recipe.variant == "divides" else outer
+    outer = _inverse(outer) if recipe.variant == "divides" else outer
     if outer.numel() not in (1, outputs):
         raise ModelError(f"{outer.numel()} second scales for {outputs} outputs; there must be one, or one for each")
     return {WEIGHT: weight, SCALE: block_scales(recipe, scale, outputs, inputs), OUTER: outer.expand(outputs).contiguous()}
@@ -220,7 +221,17 @@ def _fp4(recipe: Recipe, tensors: Tensors) -> Canonical:
 def _exponents(scale: Tensor) -> Tensor:
     if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):           # numbers below 1 would become bytes of 0
         raise ModelError(f"scales of MX formats must be uint8 or float8_e8m0fnu, not {str(scale.dtype)[6:]}")
-    return scale.view(torch.uint8)
+    exponents = scale.view(torch.uint8)
+    if bool((exponents == NO_NUMBER).any()):             # a byte is always finite: the loader's own check sees nothing
+        raise ModelError(f"a scale is {NO_NUMBER}, which is not a number in MX formats")
+    return exponents
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Of scales that divide. Infinite ones would make finite zeros."""
+    if not bool(torch.isfinite(scale).all()):
+        raise ModelError("a scale is not finite")
+    return 1.0 / scale
 
 
 def _mxfp4(recipe: Recipe, tensors: Tensors) -> Canonical:
@@ -262,7 +273,7 @@ def _bitnet(recipe: Recipe, tensors: Tensors) -> Canonical:
     scale = tensors["scale"].float().reshape(-1)
     if scale.numel() != 1:
         raise ModelError(f"{scale.numel()} scales of a ternary matrix; there must be one")
-    scale = 1.0 / scale if recipe.variant == "divides" else scale
+    scale = _inverse(scale) if recipe.variant == "divides" else scale
     return with_codes(recipe, codes, {SCALE: scale.expand(len(codes)).contiguous()})
 
 

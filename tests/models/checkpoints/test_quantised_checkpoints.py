@@ -257,6 +257,24 @@ def test_a_code_that_is_not_a_number_is_named(tmp_path: Path) -> None:
         decoder(quantised, True)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("dialect", "scale", "value", "says"), [
+    ("ct-mxfp4", "weight_scale", 255, "a scale is 255, which is not a number"),
+    ("ct-nvfp4", "weight_global_scale", float("inf"), "a scale is not finite"),
+    ("bitnet", "weight_scale", float("inf"), "a scale is not finite"),
+])
+def test_a_scale_that_is_not_a_number_is_named(
+    dialect: str, scale: str, value: float, says: str, keep: bool, tmp_path: Path
+) -> None:
+    """Bytes are always finite, and what is divided by infinity is a zero: neither was noticed."""
+    quantised, _ = save_quantised(dialect, tmp_path)
+    tensors = load_file(quantised / "model.safetensors")
+    tensors[f"model.layers.0.mlp.up_proj.{scale}"].reshape(-1)[0] = value
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"layers\.0\.mlp\.up_proj: {says}"):
+        decoder(quantised, keep)
+
+
 def test_a_layer_that_the_config_leaves_out_is_read_as_it_is(tmp_path: Path) -> None:
     """`dynamic` of GPTQ: no codes in the first layer."""
     quantised, plain = save_quantised("gptq", tmp_path, only=lambda name: ".layers.0." not in name)
