@@ -157,8 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _question(args: argparse.Namespace) -> plan_report.Question:
     name, device = _required(args), _device(args)
-    model = find_model(name, as_stored=not args.weights and device.kind in ("cpu", "cuda"))
-    model = replace(model, expert_format="") if args.weights else model
+    model = _model(name, args.weights, device)
     objective = OBJECTIVES[args.objective] if args.objective else None
     default = objective.traffic if objective else Traffic(1024, 256)
     tokens_in = default.tokens_in if args.input is None else args.input
@@ -179,6 +178,12 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
         parse_kl(args.kl) if args.kl else None, args.any_engine, not args.weights and setup.weights != setup.dtype,
         _published(name, args.weights, setup.dtype),
     )
+
+
+def _model(name: str, asked: str | None, device: Device) -> PlannedModel:
+    """With the formats of its checkpoint, unless others are asked for."""
+    found = find_model(name, as_stored=not asked and device.kind in ("cpu", "cuda"))
+    return replace(found, expert_format="") if asked else found
 
 
 def _published(name: str, asked: str | None, dtype: str) -> str:
