@@ -20,11 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ridgeline.errors import ModelError
+from ridgeline.model_files import read_json
 from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, RawSource, Stored
 from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts, known_as
 from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger

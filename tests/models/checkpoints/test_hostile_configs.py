@@ -19,8 +19,9 @@ from test_model_config import GGUF, LLAMA
 from tiny_configs import BASE, CHECKPOINTS
 
 from ridgeline.errors import ModelError
+from ridgeline.model_files import MAX_DEPTH
 from ridgeline.models.config_fields import MAX_LAYERS
-from ridgeline.models.model_config import MAX_DEPTH, hf_model_config, load_model_config
+from ridgeline.models.model_config import hf_model_config, load_model_config
 
 WORDS = "a" * 5_000
 HOSTILE: tuple[Any, ...] = (
