@@ -21,7 +21,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.early_check import checked_model
 from ridgeline.engine.client.answer_stream import AnswerStream, only_new, so_far
 from ridgeline.engine.client.engine_commands import EngineCommands
-from ridgeline.engine.client.long_work import LONG_BYTES, away
+from ridgeline.engine.client.long_work import CHATS, LONG_BYTES, away
 from ridgeline.engine.client.open_requests import OpenRequests
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Processor, Prompt, RequestState
@@ -295,8 +295,8 @@ class AsyncLLM:
             try:
                 return render(may_wait=False)
             except RendererBusy:
-                return await asyncio.to_thread(render)
-        return await away(num_chars([messages, template]) if num_bytes is None else num_bytes, render)
+                return await CHATS.run(render)
+        return await away(num_chars([messages, template]) if num_bytes is None else num_bytes, render, CHATS)
 
     async def text_tokens(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """A text as token ids. BadRequest if it is too long for a prompt."""

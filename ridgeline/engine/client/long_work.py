@@ -146,6 +146,7 @@ class LongWork:
 
 
 SHORT_WORK = LongWork()              # asyncio's threads are more than cores: the event loop would wait in line behind them
+CHATS = LongWork()                   # short ones: they wait for the process of their template, and texts do not wait behind them
 LONG_WORK = LongWork()
 HUGE_WORK = LongWork(threads=1)
 
@@ -180,9 +181,9 @@ async def away_to_answer(num_bytes: int, work: Callable[[], T]) -> T:
         return work()
 
 
-async def away(num_bytes: int, work: Callable[[], T]) -> T:
-    """Do `work` on `num_bytes` in a thread: of those that short requests share, or of those for long work."""
-    return await (_long(num_bytes, work) if num_bytes > LONG_BYTES else SHORT_WORK.run(work, num_bytes))
+async def away(num_bytes: int, work: Callable[[], T], short: LongWork = SHORT_WORK) -> T:
+    """Do `work` on `num_bytes` in a thread: of those for `short` requests, or of those for long work."""
+    return await (_long(num_bytes, work) if num_bytes > LONG_BYTES else short.run(work, num_bytes))
 
 
 async def _long(num_bytes: int, work: Callable[[], T], is_answer: bool = False) -> T:

@@ -6,15 +6,19 @@ import asyncio
 import gc
 import threading
 import weakref
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from scripted_server import ScriptedLLM
+from served_model import write_model
 
 from ridgeline.engine.client import long_work
 from ridgeline.engine.client.grammar_check import _Pending
 from ridgeline.engine.client.long_work import THREADS, GivenUp, LongWork, away, checkpoint
 from ridgeline.engine.client.prompt_limits import LONG_WORK, MOST_VALUES, is_brief, num_chars
 from ridgeline.errors import BadRequest, Overloaded, TimedOut
+from ridgeline.text import chat_template
 
 
 class Gate:
@@ -72,6 +76,25 @@ def test_short_texts_are_tokenised_by_few_threads() -> None:
         assert not await asyncio.to_thread(gate.begun.acquire, True, 0.1)
         gate.opened.set()
         assert await asyncio.gather(*running) == ["done"] * len(running)
+
+    asyncio.run(check())
+
+
+def test_texts_do_not_wait_behind_chats_that_wait_for_their_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chats that waited for the process that renders held both threads of texts, and short ones all of asyncio's."""
+    monkeypatch.setattr(chat_template, "_WAIT_SECONDS", 600.0)
+
+    async def check() -> None:
+        llm = ScriptedLLM(write_model(tmp_path / "tiny"), str)
+        await llm.start()
+        with chat_template._process._lock:               # it renders, and takes long
+            some = [asyncio.ensure_future(llm.chat_tokens([{"role": "user", "content": length * "a"}]))
+                    for length in (10, LONG_WORK) for _ in range(40)]
+            text = asyncio.ensure_future(llm.text_tokens(LONG_WORK * "a"))
+            other = asyncio.ensure_future(asyncio.to_thread(lambda: "done"))
+            await asyncio.wait((text, other), timeout=60)
+            ended = text.done() and other.done() and not any(each.done() for each in some)
+        assert all(await asyncio.gather(*some)) and ended
 
     asyncio.run(check())
 
