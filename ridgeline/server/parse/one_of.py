@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-MOST_WORK = 200_000                  # values that are looked at and sets that are compared: 0.1 s
+MOST_WORK = 100_000                  # values that are looked at and sets that are compared: 0.1 s
+BRANCH_WORK = 50                     # to read one branch, in comparisons
 _MOST_REFERENCES = 8                 # in a chain
 _TYPE, _VALUE = "type", "value"      # traits besides those of properties
 
@@ -78,6 +79,7 @@ class Choices:
 
     def _branch(self, schema: Mapping[str, Any]) -> Branch:
         if id(schema) not in self._branches:
+            self._spend(BRANCH_WORK)
             self._branches[id(schema)] = made = _branch_of(schema, self._is_closed(schema))
             self._spend(made.work + len(made.properties))
         return self._branches[id(schema)]
