@@ -38,7 +38,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of the tokenizer; empty without the file."""
+    """The JSON object in a file that a model may lack: of its tokenizer, or its index; empty without it."""
     return _read(file) if file.exists() else {}
 
 

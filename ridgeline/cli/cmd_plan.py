@@ -40,6 +40,7 @@ from ridgeline.plan.public_models import (
     gpu_weights,
     is_same_model,
     packed_format,
+    published_format,
 )
 from ridgeline.plan.records import NotPredicted, read_link, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
@@ -74,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     numbers = parser.add_argument_group("formats and speculation")
     numbers.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
                          help="dtype of activations (default: a GGUF file's own; otherwise bfloat16, or what the device has)")
-    numbers.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="weight format (default: the dtype)")
+    numbers.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="weight format (default: as the model is published or "
+                         "stored)")
     numbers.add_argument("--kv-cache-dtype", default="auto", choices=KV_FORMATS,
                          help="KV cache format (default: auto, the dtype)")
     numbers.add_argument("--any-engine", action="store_true",
@@ -155,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _question(args: argparse.Namespace) -> plan_report.Question:
     name, device = _required(args), _device(args)
-    model = find_model(name, as_stored=not args.weights and device.kind in ("cpu", "cuda"))
+    model = _model(name, args.weights, device)
     objective = OBJECTIVES[args.objective] if args.objective else None
     default = objective.traffic if objective else Traffic(1024, 256)
     tokens_in = default.tokens_in if args.input is None else args.input
@@ -174,7 +176,24 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
         setup, traffic, most, args.gpu_memory_utilization, args.price, slo, args.rate, args.parameters,
         args.hit_rate or 0.5, args.drafts or 4, args.acceptance, objective, (args.input, args.output),
         parse_kl(args.kl) if args.kl else None, args.any_engine, not args.weights and setup.weights != setup.dtype,
+        _published(name, args.weights, setup.dtype),
     )
+
+
+def _model(name: str, asked: str | None, device: Device) -> PlannedModel:
+    """With the formats of its checkpoint, unless others are asked for."""
+    found = find_model(name, as_stored=not asked and device.kind in ("cpu", "cuda"))
+    return replace(found, expert_format="") if asked else found
+
+
+def _published(name: str, asked: str | None, dtype: str) -> str:
+    """For a model by name whose checkpoint is quantised: which weights the plan has, and how to have others."""
+    published = published_format(name)
+    if published is None or published == asked:
+        return ""
+    what = f"experts in {published}" if published == "mxfp4" else published
+    return f"which weights: {asked}, as asked; published are {what}" if asked else (
+        f"which weights: {what}, as published; --weights {dtype} plans others")
 
 
 def _required(args: argparse.Namespace) -> str:
@@ -224,7 +243,8 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
         kept = gpu_weights(model, dtype, args.count, kernel_facts(device))
     elif device.kind == "cpu" and stored and not args.weights:
         kept = cpu_weights(model, stored)
-    weights = args.weights or (kept.format if kept is not None else stored) or dtype
+    whole = None if model.expert_format else stored      # MXFP4 is of experts alone
+    weights = args.weights or (kept.format if kept is not None else whole) or dtype
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # both refuse what cannot be divided
     stage_layers(model.config.num_layers, 0, stages)
     return Setup(

@@ -79,6 +79,7 @@ class Question:
     kl: dict[str, float] | None = None                   # measured by `ridgeline eval`, by format; "kv-fp8" is the cache's
     any_engine: bool = False         # recommend also what this engine cannot do yet
     own_format: bool = False         # the weights' format is the checkpoint's, not an option's
+    published: str = ""              # of a model by name, a sentence on the format that it is published in
 
 
 def answer(question: Question) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def answer(question: Question) -> dict[str, Any]:
         "formats": support(setup.device), "missing_formats": _missing_formats(setup),
         "memory_formats": [name for name, faster in weight_formats(setup).items() if not faster],
         "untimed_formats": untimed_formats(setup),
-        "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
+        "published": question.published, "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
         "fits": capacity.fits, "ledger": capacity.parts(largest or 1), "usable": capacity.memory.room,
         "kv_bytes_per_token": capacity.kv_bytes_per_token, "largest_batch": capacity.largest_batch(),
         "longest_context": capacity.longest_context(), "compute_limited_batch": compute_limited_batch(setup),
@@ -194,6 +195,8 @@ def _stored(setup: Setup) -> str:
     if narrow and not setup.sparse:
         return f"{setup.model.config.dtype}, computed in {setup.dtype}"
     wide_rows = setup.kept is not None and not setup.kept.narrow_rows and not setup.has_blocks and setup.device.kind == "cuda"
+    if setup.device.kind == "cpu" and setup.kept is not None and setup.kept.linears >= 2:
+        return f"{setup.weights}, expanded to {setup.dtype} when they are loaded"
     if wide_rows and setup.weights in ("fp8", "fp8-block", "int8"):
         untimed = "" if setup.weights == "int8" else ", by kernels of which several rows were not timed"
         return f"{setup.weights}, multiplied in {setup.dtype}{untimed}"
@@ -290,7 +293,7 @@ def summary(told: dict[str, Any]) -> list[str]:
     if "batches" not in told:
         need = sum(told["ledger"].values())
         return [f"DOES NOT FIT: it needs {need / GIB:.1f} GiB with one request of {context:,} tokens, and "
-                f"{told['usable'] / GIB:.1f} are usable", *_fitting(told)]
+                f"{told['usable'] / GIB:.1f} are usable", *_fitting(told), *([told["published"]] * bool(told["published"]))]
     one, many = told["batches"][0], told["batches"][-1]
     weights = told["ledger"][ledger.WEIGHTS]
     lines = [
@@ -305,6 +308,7 @@ def summary(told: dict[str, Any]) -> list[str]:
         for point in (one, many)
     }
     lines.append("what binds: " + "; ".join(f"at batch {batch} {what}" for batch, what in bound.items()))
+    lines += [told["published"]] * bool(told["published"])
     helping = [f"at batch {each['batch']} {each['options']}, {each['gain']:.2f} × the tokens" for each in told["helps"]]
     helping += [BY_DATA_SHEET] * any(each["untimed"] for each in told["helps"])
     lost = {name: kl for each in told["helps"] for name, kl in each["losses"].items()}

@@ -186,10 +186,10 @@ class Setup:
 
     @property
     def expert_weights(self) -> str:
-        """The checkpoint's own format of experts, unless another is asked for. Only a GPU keeps it."""
+        """The checkpoint's own format of experts, unless another is asked for. A CPU expands it."""
         if self.kept is not None and self.kept.expert_format:
             return self.kept.expert_format
-        stored = self.model.expert_format if self.device.kind == "cuda" and self.weights == self.dtype else ""
+        stored = self.model.expert_format if self.device.kind != "cpu" and self.weights == self.dtype else ""
         return stored or self.weights
 
     @property

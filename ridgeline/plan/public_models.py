@@ -8,6 +8,7 @@ import difflib
 import functools
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ridgeline.models.model_config import ModelConfig, hf_model_config, load_mod
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.process import embedded
+from ridgeline.process.hub_cache import find_cached, hub_name
 from ridgeline.quant.format import WeightFormat, quantises_rows
 from ridgeline.quant.layout import stored_kind
 from ridgeline.sizes.abilities import packed_width
@@ -127,7 +129,8 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     return _config("GptOss", "gpt_oss", (2880, 2880, layers, 64, 8), 201088, 131072, head_dim=64, num_local_experts=experts,
                    num_experts_per_tok=4, sliding_window=128, layer_types=kinds, attention_bias=True,
-                   quantization_config={"quant_method": "mxfp4"})
+                   quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": [
+                       "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]})
 
 
 def _deepseek(version: str, sizes: tuple[int, ...], vocab: int, **more: Any) -> dict[str, Any]:
@@ -153,8 +156,10 @@ def _gemma3(*sizes: int, head_dim: int, scalar: int, window: int = 1024, context
     )
 
 
+_FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 _DEEPSEEK_V3 = _deepseek("V3", (7168, 18432, 61, 128, 128), 129280, n_routed_experts=256, n_shared_experts=1,
-                         num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3)
+                         num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3,
+                         quantization_config=_FP8_BLOCKS)
 _QWEN_1_5B = _qwen2(1536, 8960, 28, 12, 2, vocab=151936, tied=True)
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -192,6 +197,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
                              num_experts_per_tok=6, moe_intermediate_size=1536, first_k_dense_replace=1),
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-r1": _DEEPSEEK_V3,
+    "kimi-k2": _deepseek("V3", (7168, 18432, 61, 64, 64), 163840, max_position_embeddings=131072, n_routed_experts=384,
+                         n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=1,
+                         quantization_config=_FP8_BLOCKS),
     "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4, head_dim=256, scalar=256),
     "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8, head_dim=256, scalar=256),
     "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, head_dim=128, scalar=144),
@@ -205,30 +213,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def find_model(name: str, as_stored: bool = False) -> PlannedModel:
-    """A name of the table, `embedded`, a config.json, a directory with one, or a .gguf file. `as_stored`: a directory's weights
-    are in the formats of its checkpoint; otherwise formats are chosen apart from the model."""
+    """A name of the table, `embedded`, a config.json, a directory with one, or a .gguf file. `as_stored`: weights are in the
+    formats of a directory's checkpoint, or of the published one; otherwise formats are chosen apart from the model."""
     path = _place(name)
+    label = path.resolve().name if path == Path(name) else name.rpartition("/")[2]
     if as_stored and path.is_dir():
-        return PlannedModel(path.resolve().name, load_model_config(path))
+        return PlannedModel(label, load_model_config(path))
     if path.is_file() and path.suffix == ".json":
         return _from_json(path.resolve().parent.name or path.stem, read_json(path), str(path))
     if (path / "config.json").is_file():
-        return _from_json(path.resolve().name, read_json(path / "config.json"), str(path / "config.json"))
+        return _from_json(label, read_json(path / "config.json"), str(path / "config.json"))
     if path.exists():
         return PlannedModel(path.name, load_model_config(path))
-    wanted = _plain(name)
-    for known, raw in CONFIGS.items():
-        if wanted == _plain(known):
-            return _from_json(known, raw)
+    if known := _known_name(name):
+        raw = CONFIGS[known]
+        published = as_stored and "quantization_config" in raw
+        return PlannedModel(known, hf_model_config(raw, {}, where=known)) if published else _from_json(known, raw)
     close = difflib.get_close_matches(name.lower(), CONFIGS, 3, 0.4) or list(CONFIGS)
     raise ConfigError(f"{name} is neither a config.json, a model directory or file, nor one of the names: "
                       f"{embedded.SHORT_NAME}, {', '.join(close)} …")
 
 
+def _known_name(name: str) -> str:
+    """Of the table; empty: none."""
+    wanted = _plain(name)
+    return next((known for known in CONFIGS if wanted == _plain(known)), "")
+
+
 def _place(name: str) -> Path:
-    """Where a model lies; a name of the table lies nowhere."""
+    """Where a model lies: at its path, or a hub's name in the local cache. A name of the table lies nowhere."""
     path = Path(name)
-    return embedded.require() if name == embedded.SHORT_NAME and not path.exists() else path
+    if path.exists():
+        return path
+    if name == embedded.SHORT_NAME:
+        return embedded.require()
+    hub = hub_name(name)
+    return (find_cached(hub) if hub is not None else None) or path
 
 
 def packed_format(name: str) -> str | None:
@@ -236,7 +256,9 @@ def packed_format(name: str) -> str | None:
     A CPU multiplies most of a file's packings as they are stored; the others are expanded when they are loaded."""
     path = _place(name)
     if (path / "config.json").is_file():
-        return _checkpoint_format(path)
+        return _checkpoint_format(read_json(path / "config.json"), path)
+    if not path.exists():
+        return published_format(name)
     if path.suffix != ".gguf" or not path.is_file():
         return None
     with GGUFFile(path) as file:
@@ -247,6 +269,12 @@ def packed_format(name: str) -> str | None:
         )
     bits = 8 * read / max(1, numbers)
     return packed_width(bits) or None
+
+
+def published_format(name: str) -> str | None:
+    """In which a model of the table is published; None: in 16 bits, or it is no model of the table."""
+    known = "" if _place(name).exists() else _known_name(name)
+    return _checkpoint_format(CONFIGS[known]) if known else None
 
 
 def cpu_weights(model: PlannedModel, format: str) -> StoredWeights | None:
@@ -311,19 +339,14 @@ def _cpu_bytes(model: PlannedModel) -> float | None:
     return (cpu_weight_bytes(config, 1, "none") - unread * width) / (config.num_parameters - unread)
 
 
-def _first_format(path: Path) -> WeightFormat | None:
+def _checkpoint_format(raw: dict[str, Any], directory: Path | None = None) -> str | None:
     """Of the first layer's MLP; None: its weights are numbers."""
-    quantisation = read_quantisation(read_json(path / "config.json"), "config.json", path)
+    quantisation = read_quantisation(raw, "config.json", directory)
     recipe = None if quantisation is None else quantisation.recipe("model.layers.0.mlp.down_proj")
-    return None if recipe is None or recipe.format.scales is None else recipe.format
-
-
-def _checkpoint_format(path: Path) -> str | None:
-    format = _first_format(path)
-    if format is None or format.scales is None:
+    if recipe is None or recipe.format.scales is None:
         return None
-    named = {"e4m3": "fp8-block" if format.scales.block[0] > 1 else "fp8", "int8": "int8", "e2m1": "mxfp4"}
-    return named.get(format.grid, "int4")
+    named = {"e4m3": "fp8-block" if recipe.format.scales.block[0] > 1 else "fp8", "int8": "int8", "e2m1": "mxfp4"}
+    return named.get(recipe.format.grid, "int4")
 
 
 def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
@@ -348,5 +371,9 @@ def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:
     return _plain(table_name(served) or served) == _plain(model.name)
 
 
+# What names have behind the model's own: "-Instruct", "-it-0324", and the active parameters of a mixture, "-A22B".
+_ENDS = re.compile(r"(-(instruct|chat|it|hf))?(-\d{4})?$|-a\d+b(?=$|-(instruct|chat|it|hf|\d{4}))")
+
+
 def _plain(name: str) -> str:
-    return "".join(character for character in name.lower().rpartition("/")[2] if character.isalnum()).removesuffix("instruct")
+    return "".join(character for character in _ENDS.sub("", name.lower().rpartition("/")[2]) if character.isalnum())

@@ -72,7 +72,7 @@ def untimed_formats(setup: Setup) -> list[str]:
 def recommended(setup: Setup) -> tuple[list[str], list[str]]:
     """Narrower formats of weights and of the KV cache to consider. A quantised checkpoint's weights stay as they are."""
     made, device = weight_formats(setup), setup.device
-    plain = PLANNED_FORMATS[setup.weights].bits >= 16 and not setup.model.expert_format
+    plain = PLANNED_FORMATS[setup.weights].bits >= 16 and not _is_quantised(setup)
     weights = distinct(each for each in WEIGHT_FORMATS if plain and made.get(each.name))
     has_kv = () if setup.context_parallel else faster_kv(device.kind, "fp8" in device.flops)
     kv = distinct(each for each in KV_FORMATS if setup.kv == "auto" and each.name in has_kv)

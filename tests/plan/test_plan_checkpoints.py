@@ -16,8 +16,10 @@ from ridgeline.cli.cmd_plan import _question, add_arguments
 from ridgeline.config import EngineConfig
 from ridgeline.models.checkpoints.linear_formats import Chosen, LinearFormats, LinearShape
 from ridgeline.plan.capacity import Capacity, kernel_facts
+from ridgeline.plan.plan_report import answer, summary
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import CONFIGS
+from ridgeline.plan.search import recommended
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.sizes import ledger
 
@@ -84,3 +86,34 @@ def test_formats_are_found_once_for_each_setup(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-30b-a3b"] | sizes))
     assert main(["plan", str(tmp_path), "--gpu", "H200", "--most", "2", "--json"]) == 0
     assert 0 < max(found.values()) <= 4                  # by `plan`, and for the weights, products and check of the ledger
+
+
+@pytest.mark.parametrize(("name", "gpu", "count", "said"), [
+    ("deepseek-v3", "H200", 8, "fp8-block"), ("moonshotai/Kimi-K2-Instruct-0905", "MI300X", 8, "fp8-block"),
+    ("gpt-oss-120b", "H100", 1, "experts in mxfp4"), ("gpt-oss-120b", "MI300X", 1, "experts in mxfp4"),
+])
+def test_a_name_is_planned_as_it_is_published(name: str, gpu: str, count: int, said: str) -> None:
+    """DeepSeek-V3 in 16 bits did not fit on eight H200, where its checkpoint of fp8 does."""
+    parser = ArgumentParser()
+    add_arguments(parser)
+    words = [name, "--gpu", gpu, "--count", str(count), "--most", "1"]
+    first = "\n".join(summary(answer(_question(parser.parse_args(words)))))
+    assert first.startswith("fits: ") and f"which weights: {said}, as published; --weights bfloat16" in first
+    assert "--quantization" not in first
+    first = "\n".join(summary(answer(_question(parser.parse_args([*words, "--weights", "bfloat16"])))))
+    assert first.startswith("DOES NOT FIT") and f"which weights: bfloat16, as asked; published are {said}" in first
+
+
+def test_a_name_is_planned_as_a_directory_of_that_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as a hub's name in the local cache; the weights of a checkpoint whose experts are codes are not quantised again."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--mine--oss-120b/snapshots/0a1b"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIGS["gpt-oss-120b"]))
+    parser = ArgumentParser()
+    add_arguments(parser)
+    asked = [_question(parser.parse_args([model, "--gpu", "H200"])) for model in ("gpt-oss-120b", str(snapshot), "mine/oss-120b")]
+    parts = [Capacity.of(each.setup, 1280).parts(1) for each in asked]
+    assert parts[0] == parts[1] == parts[2] and asked[2].setup.model.name == "oss-120b"
+    assert all(recommended(each.setup)[0] == [] for each in asked)
+    assert Capacity.of(asked[0].setup, 1280).largest_batch() > 500, "117 G parameters, most of them in 4 bits"
