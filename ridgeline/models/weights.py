@@ -7,6 +7,8 @@ memory-mapped, so peak memory is one copy of the weights and one tensor.
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import warnings
 import zlib
@@ -19,12 +21,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown, shown_path
+from ridgeline.model_files import read_json, read_settings
+from ridgeline.models.checkpoints.quantisation import MAX_TENSORS, MAX_WEIGHT_FILES
 from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, RawSource, Stored
 from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts, known_as
 from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger
@@ -167,8 +171,8 @@ def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer, wants: st
         if targets:
             expected = _joined_shape([pieces[target].shape for target in targets])
             if stored.shape != expected:
-                raise ModelError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}, {wants} asks for "
-                                 f"{list(expected)}")
+                shape = shown(list(stored.shape))
+                raise ModelError(f"{stored.file}: tensor {name} has shape {shape}, {wants} asks for {list(expected)}")
             matched[name] = targets
     absent = [piece for piece in pieces if piece not in filled]
     if absent:
@@ -194,7 +198,7 @@ def _joined_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = len(names) - 4
-    return ", ".join(names[:4]) + (f" and {more} more tensors" if more > 0 else "")
+    return ", ".join(map(shown_path, names[:4])) + (f" and {more} more tensors" if more > 0 else "")
 
 
 # ---- filling ---------------------------------------------------------------------------------------------------------
@@ -286,8 +290,7 @@ def _regrouped(stored: SafetensorsSource | GGUFSource, config: ModelConfig, gguf
 
 
 def _canonical_source(
-    stored: RawSource, config: ModelConfig, renamer: Renamer, pieces: dict[str, Piece],
-    model: Decoder,
+    stored: RawSource, config: ModelConfig, renamer: Renamer, pieces: dict[str, Piece], model: Decoder,
 ) -> Source:
     """Of a quantised checkpoint, the tensors of the formats that the model's linears keep."""
     quantisation, formats = config.quantisation, model.stored_formats()
@@ -356,18 +359,17 @@ class SafetensorsSource:
             self._open_files[file.name] = handle
             for name in handle.keys():
                 self._add(name, file.name, handle)
-        if (directory / INDEX).is_file():
-            listed = read_json(directory / INDEX)["weight_map"]
-            absent = [f"{name} ({file})" for name, file in listed.items() if name not in self.tensors]
-            if absent:
-                raise ModelError(f"{INDEX} lists tensors that their files do not hold: {_listed(absent)}")
+        listed = read_settings(directory / INDEX).get("weight_map", {})
+        absent = [f"{name} ({file})" for name, file in listed.items() if name not in self.tensors]
+        if absent:
+            raise ModelError(f"{INDEX} lists tensors that their files do not hold: {_listed(absent)}")
 
     def _add(self, name: str, file: str, handle: safe_open) -> None:
         if name in self.tensors:
             raise ModelError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
         header = handle.get_slice(name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES.get(dtype, 0) * torch.Size(shape).numel(), file, dtype)
+        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES.get(dtype, 0) * math.prod(shape), file, dtype)
 
     def check_dtypes(self, pieces_of: Callable[[str], list[str] | None]) -> None:
         """Of what is read: masks and positions that are left in the file may be of any kind."""
@@ -391,19 +393,22 @@ class SafetensorsSource:
 
 
 def _safetensors_files(directory: Path) -> list[Path]:
-    single = directory / "model.safetensors"
     if (directory / INDEX).is_file():
         weight_map = read_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(map(_is_name, weight_map.values())):
             raise ModelError(f"{directory / INDEX}: weight_map must map tensor names to files")
-        files = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
-    elif single.is_file():
-        files = [single]
+        names = set(weight_map.values())
+        if len(weight_map) > MAX_TENSORS or len(names) > MAX_WEIGHT_FILES:
+            count = f"{len(weight_map):,} tensors in {len(names):,} files"
+            raise ModelError(f"{directory}: {INDEX} has {count}; at most {MAX_TENSORS:,} in {MAX_WEIGHT_FILES:,} are read")
+        files = [directory / Path(name).name for name in sorted(names)]
+    elif (directory / "model.safetensors").is_file():
+        files = [directory / "model.safetensors"]
     else:
         files = _files_without_index(directory)
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"{directory} lacks {file.name}, which {INDEX} names")
+    for file in (each for each in files if not each.is_file()):
+        other = "is no regular file" if os.path.lexists(file) else f"is not there, but {INDEX} names it"
+        raise ModelError(f"{directory}: {file.name} {other}")
     return files
 
 
@@ -438,8 +443,8 @@ def _files_without_index(directory: Path) -> list[Path]:
         raise ModelError(f"{directory} has {len(found)} weight files and no {INDEX}, which would say what belongs together: "
                          f"{', '.join(path.name for path in found[:4])}")
     other = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pth")))
-    hint = f"found {other[0]}, which is not supported: save the model as safetensors" if other else (
-        f"no model.safetensors and no {INDEX}")
+    hint = f"no model.safetensors and no {INDEX}"
+    hint = f"found {other[0]}, which is not supported: save the model as safetensors" if other else hint
     if any(directory.glob("consolidated*.safetensors")):
         hint = "consolidated.safetensors has its makers' own names for tensors: fetch the Hugging Face files, model*.safetensors"
     raise ModelError(f"{directory} has no weights: {hint}")

@@ -7,14 +7,16 @@ The headers of the weight files say what configs leave open: the dtype of scales
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ridgeline.errors import ModelError, shown
+from ridgeline.errors import MOST_SHOWN, ModelError, shown
 from ridgeline.models.checkpoints import awq, compressed_tensors, fp8_checkpoints, gptq, modelopt, small_dialects
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe, Section
 from ridgeline.models.end_tokens import language_model
@@ -38,6 +40,9 @@ _OTHER_NAMES = {
 MODELOPT_FILE = "hf_quant_config.json"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 MAX_HEADER = 100 << 20
+MAX_TENSORS = 1 << 19                # of all weight files together; a trillion parameters in NVFP4 are 280,000
+MAX_HEADER_VALUES = 8 * MAX_TENSORS  # lists and commas: a tensor of two dimensions has seven
+MAX_WEIGHT_FILES = 10_000            # a process may map 65,530
 NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -89,17 +94,38 @@ def _method(found: Mapping[str, Any], method: str) -> str:
 def safetensors_headers(directory: Path) -> dict[str, str]:
     """Tensor name -> dtype, of all weight files. Files that cannot be read are left to the loader, which says what is wrong."""
     found: dict[str, str] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        if not path.is_file():                           # opening a pipe would wait for its writer
-            continue
-        try:
-            with path.open("rb") as file:
-                size = struct.unpack("<Q", file.read(8))[0]
-                header = json.loads(file.read(size)) if size <= MAX_HEADER else {}
-            found |= {name: str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError, OverflowError):
-            continue
+    files = sorted(directory.glob("*.safetensors"))
+    if len(files) > MAX_WEIGHT_FILES:
+        raise ModelError(f"{directory} has {len(files):,} weight files; at most {MAX_WEIGHT_FILES:,} are read")
+    for path in files:
+        header, _ = _header_of(path)
+        with suppress(KeyError, TypeError):
+            found |= {name: str(entry["dtype"])[:MOST_SHOWN] for name, entry in header.items() if name != "__metadata__"}
+        if len(found) > MAX_TENSORS:
+            raise _too_many(directory, f"more than {MAX_TENSORS:,} tensors")
     return found
+
+
+def _header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """A weight file's header and its bytes. Empty: it cannot be read. What is in it is counted before it is decoded: 100 MB of
+    it hold 1.6 million tensors, which take minutes, or 50 million lists, which take 4 GB."""
+    if not path.is_file():                               # opening a pipe would wait for its writer
+        return {}, 0
+    try:
+        with path.open("rb") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            text = file.read(size) if size <= MAX_HEADER else b""
+        tensors, values = text.count(b"{") - 1, text.count(b"[") + text.count(b",")
+        if tensors > MAX_TENSORS or values > MAX_HEADER_VALUES:
+            raise _too_many(path, f"{tensors:,} tensors" if tensors > MAX_TENSORS else f"{values:,} numbers in its header")
+        header = json.loads(text)
+        return (header, size) if isinstance(header, dict) else ({}, 0)
+    except (OSError, ValueError, RecursionError, struct.error):
+        return {}, 0
+
+
+def _too_many(where: Path, count: str) -> ModelError:
+    return ModelError(f"{where}: {count}; at most {MAX_TENSORS:,} tensors are read, and {MAX_HEADER_VALUES:,} numbers about them")
 
 
 def other_dtypes(headers: Mapping[str, str], dtype: str) -> dict[str, str]:
@@ -155,7 +181,7 @@ def _refined(recipe: Recipe, quantisation: Quantisation, headers: Mapping[str, s
 # ── calibrated scales of the KV cache ────────────────────────────────────────────────────────────────────────────────
 # One number for the keys and one for the values of every layer. Read without torch, since the size of a block depends on them.
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
 _NUMBERS = {"F32": "<f", "F64": "<d", "F16": "<e", "BF16": "<f"}
 KVScales = tuple[tuple[float, float], ...]
 
@@ -181,7 +207,7 @@ def _why_not(found: Mapping[tuple[int, str], list[float]], wanted: list[tuple[in
     """Why scales are not taken for calibrated ones; empty: they are."""
     if any(len(values) != 1 for values in found.values()):
         return "the checkpoint's KV scales are not one number per layer"
-    missing = [each for each in wanted if not found.get(each, [0.0])[0] > 0.0]
+    missing = [each for each in wanted if not 0.0 < found.get(each, [0.0])[0] < math.inf]
     if missing:
         return "the checkpoint has no {1}_scale for layer {0}".format(*missing[0])
     if all(found[each] == [1.0] for each in wanted):     # what tools write that calibrated nothing
@@ -200,17 +226,18 @@ def _kept_by(name: str) -> str:
 
 def _tensors_of(path: Path, patterns: list[re.Pattern[str]]) -> dict[str, list[float]]:
     """The tensors of a file that match. A file that cannot be read is left to the loader, which says what is wrong."""
-    found = {}
+    found: dict[str, list[float]] = {}
+    header, size = _header_of(path)
+    if not header:
+        return found
     try:
         with path.open("rb") as file:
-            size = struct.unpack("<Q", file.read(8))[0]
-            header: dict[str, Any] = json.loads(file.read(size)) if size <= MAX_HEADER else {}
             for name, entry in header.items():
                 if any(pattern.fullmatch(name) for pattern in patterns) and entry["dtype"] in _NUMBERS:
                     begin, end = entry["data_offsets"]
                     file.seek(8 + size + begin)
-                    found[name] = _numbers(file.read(min(end - begin, 2**16)), entry["dtype"])
-    except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError, OverflowError):
+                    found[name] = _numbers(file.read(max(0, min(end - begin, 2**16))), entry["dtype"])
+    except (OSError, ValueError, struct.error, KeyError, TypeError, OverflowError):
         return {}
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from test_model_config import GGUF, LLAMA
 from tiny_configs import BASE, CHECKPOINTS
 
 from ridgeline.errors import ModelError
+from ridgeline.model_files import MAX_DEPTH
+from ridgeline.models.checkpoints import quantisation
 from ridgeline.models.config_fields import MAX_LAYERS
-from ridgeline.models.model_config import MAX_DEPTH, hf_model_config, load_model_config
+from ridgeline.models.model_config import hf_model_config, load_model_config
+from ridgeline.models.weights import open_checkpoint
 
 WORDS = "a" * 5_000
 HOSTILE: tuple[Any, ...] = (
@@ -193,3 +197,31 @@ def test_a_nested_value_leaves_stack_for_its_message(tmp_path: Path) -> None:
 def test_layers_are_counted_before_they_are_made() -> None:
     with pytest.raises(ModelError, match=f"num_hidden_layers must be at most {MAX_LAYERS}, got"):
         hf_model_config(LLAMA | {"num_hidden_layers": 4096}, {})
+
+
+@pytest.mark.reliability("S-10")
+@pytest.mark.parametrize(("each", "words"), [(b'"a":{},', "600,000 tensors"), (b"[],[],[],[],[],[],[],", "numbers in its head")])
+def test_tensors_are_counted_before_they_are_decoded(each: bytes, words: str, tmp_path: Path) -> None:
+    """A header of 100 MB took minutes of a start, or 2 GB."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    header = b"{" + each * 600_000
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header) - 1) + header[:-1])
+    with pytest.raises(ModelError, match=rf"model\.safetensors: .*{words}"):
+        load_model_config(tmp_path)
+
+
+def test_weight_files_are_counted_before_they_are_opened(tmp_path: Path) -> None:
+    """A process may map 65,530."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for number in range(quantisation.MAX_WEIGHT_FILES + 1):
+        (tmp_path / f"{number}.safetensors").symlink_to("nowhere")
+    with pytest.raises(ModelError, match="10,001 weight files"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("files", [1, 20_000])
+def test_an_index_is_counted_before_its_files_are_looked_for(files: int, tmp_path: Path) -> None:
+    listed = {f"t{number}": f"f{number % files}" for number in range(20_000 if files > 1 else quantisation.MAX_TENSORS + 1)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(ModelError, match=f"index.json has {len(listed):,} tensors in {files:,} files"):
+        open_checkpoint(tmp_path)
