@@ -14,7 +14,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ridgeline.errors import ModelError, shown
-from ridgeline.models.end_tokens import hf_end_tokens, language_model, read_settings, require_file
+from ridgeline.model_files import read_settings, require_file
+from ridgeline.models.end_tokens import hf_end_tokens, language_model
 from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
 from ridgeline.text.tokenizer_limits import MAX_TEMPLATE_BYTES, read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
