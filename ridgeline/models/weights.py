@@ -22,12 +22,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ridgeline.errors import ModelError, shown, shown_path
+from ridgeline.model_files import read_json, read_settings
 from ridgeline.models.checkpoints.quantisation import MAX_TENSORS, MAX_WEIGHT_FILES
 from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, RawSource, Stored
 from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts, known_as
 from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger
@@ -358,11 +359,10 @@ class SafetensorsSource:
             self._open_files[file.name] = handle
             for name in handle.keys():
                 self._add(name, file.name, handle)
-        if (directory / INDEX).is_file():
-            listed = read_json(directory / INDEX)["weight_map"]
-            absent = [f"{name} ({file})" for name, file in listed.items() if name not in self.tensors]
-            if absent:
-                raise ModelError(f"{INDEX} lists tensors that their files do not hold: {_listed(absent)}")
+        listed = read_settings(directory / INDEX).get("weight_map", {})
+        absent = [f"{name} ({file})" for name, file in listed.items() if name not in self.tensors]
+        if absent:
+            raise ModelError(f"{INDEX} lists tensors that their files do not hold: {_listed(absent)}")
 
     def _add(self, name: str, file: str, handle: safe_open) -> None:
         if name in self.tensors:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
+from ridgeline.model_files import read_json
 from ridgeline.models.checkpoints.linear_formats import (
     HEAD,
     LinearFormats,
@@ -25,7 +26,7 @@ from ridgeline.models.checkpoints.linear_formats import linears as all_linears
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
+from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.process import embedded

@@ -14,8 +14,9 @@ from tokenizers import decoders, processors
 from ridgeline.config import ModelOptions
 from ridgeline.engine.client.sampling_defaults import load_sampling_defaults
 from ridgeline.errors import ModelError
+from ridgeline.model_files import read_json
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.rope import Rope
 from ridgeline.text.vocabulary import SPACE_MARK, Vocabulary
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
