@@ -15,8 +15,9 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from ridgeline.errors import ModelError, shown
 from ridgeline.models.end_tokens import gguf_end_tokens, gguf_ends_of_turn
+from ridgeline.models.gguf import MAX_STRING_BYTES
 from ridgeline.text.gguf_patterns import PRE_TOKENIZERS
-from ridgeline.text.tokenizer_limits import require_few_added
+from ridgeline.text.tokenizer_limits import MAX_MERGES, in_time, require_few_added, require_short
 from ridgeline.text.vocabulary import SPACE_MARK, Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 
 
@@ -173,14 +174,18 @@ class _VocabularyBuilder:
         scores = self._per_token("tokenizer.ggml.scores", float, int, default=0.0)
         ids = self.ids
         merges: list[tuple[str, str]] = []
-        for place in sorted(range(len(scores)), key=lambda place: -scores[place]):
+        merged = [place for place in range(len(scores)) if self.types[place] in _MERGED_TYPES]
+        require_short((self.tokens[place] for place in merged), "its tokens", MAX_STRING_BYTES, self.file_name)
+        for place in in_time(sorted(merged, key=lambda place: -scores[place]), "vocabulary"):
             token = self.tokens[place]
-            if self.types[place] in _MERGED_TYPES:
+            if len(merges) <= MAX_MERGES:
                 merges += [
                     (token[:cut], token[cut:])
                     for cut in range(1, len(token))
                     if token[:cut] in ids and token[cut:] in ids
                 ]
+        if len(merges) > MAX_MERGES:
+            raise self._error(f"more than {MAX_MERGES:,} pairs of its tokens make another token")
         return merges
 
     def _add_parsed_tokens(self, core: tokenizers.Tokenizer) -> None:
