@@ -402,7 +402,7 @@ SPM = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0, -1.0, -2.
         ({"tokenizer.ggml.add_bos_token": 1}, "tokenizer.ggml.add_bos_token must be a boolean, not int"),
         ({**SPM, "tokenizer.ggml.tokens": ["<unk>", "b", "a" * 5_000]}, "one of its tokens has 5,000 bytes of text; at most 4,"),
         ({**SPM, "tokenizer.ggml.tokens": ["a" * n for n in range(1, 50)], "tokenizer.ggml.scores": [0.0] * 49},
-         "more than 1,000 pairs of its tokens make another token"),
+         "the pairs of its tokens that make another have more than 1,000 bytes"),
         ({**SPM, "tokenizer.ggml.scores": [0.0]}, "tokenizer.ggml.scores has 1 entries for 3 tokens"),
         ({**SPM, "tokenizer.ggml.scores": ["x"] * 3}, "tokenizer.ggml.scores must be an array of float or int"),
         ({**SPM, "tokenizer.ggml.token_type": [2, 6, 1]}, "the byte token 'b' is not written like <0x0A>"),
@@ -410,7 +410,7 @@ SPM = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0, -1.0, -2.
     ],
 )
 def test_broken_vocabularies_are_named_in_one_line(changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary_gguf, "MAX_MERGES", 1_000)
+    monkeypatch.setattr(vocabulary_gguf, "MAX_MERGE_BYTES", 1_000)
     metadata = {key: value for key, value in {**TINY, **changes}.items() if value is not None}
     with pytest.raises(ModelError, match=f"^file.gguf: {said}") as refusal:
         vocabulary_gguf.gguf_vocabulary(metadata, "file.gguf")
