@@ -292,7 +292,7 @@ class _Header:
     # --- sections ---
 
     def check_magic(self) -> None:
-        if self.size < 8 or self.data[:4] != b"GGUF":
+        if self.data[:4] != b"GGUF":
             raise self.error("not a GGUF file: it does not start with the letters GGUF")
         self.position = 4
         version = self.u32("version")

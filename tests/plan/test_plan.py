@@ -410,6 +410,19 @@ def test_each_term_moves_with_what_it_is_made_of() -> None:
     assert prefill_seconds(replace(base, weights="int4"), 8192) == pytest.approx(prompt, rel=0.05)
 
 
+def test_a_call_of_attention_takes_less_with_smaller_heads_on_a_gpu() -> None:
+    """Beyond reading and computing, half with heads of 64, and no more with those of 256."""
+    made = setup()
+    for elements, share in ((64, 0.5), (128, 1.0), (256, 1.0)):
+        other = replace(made, model=replace(made.model, config=replace(made.model.config, head_dim=elements)))
+        steps = gather(other.shape, [count_rows(other.shape, decode_rows(1, 512))])
+        with_calls, without = (
+            step_parts(replace(other, constants=replace(other.used, attention_call_s=seconds)), steps)["attention"][0]
+            for seconds in (1.0, 0.0)
+        )
+        assert with_calls - without == pytest.approx(32 * share)
+
+
 def test_ranks_share_the_weights_and_pay_for_talking() -> None:
     base = setup("llama-3.1-70b")
     one, eight = decode_seconds(base, 1, 512), decode_seconds(replace(base, ranks=8), 1, 512)
