@@ -48,3 +48,8 @@ def __getattr__(name: str) -> Any:
             raise ImportError(f"ridgeline has no {name}: {instead}")     # the reason of an AttributeError would not be shown
         raise AttributeError(f"module 'ridgeline' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    """For a shell that completes names: the public ones, which are not loaded yet."""
+    return sorted({*__all__, *globals()} - {"Any", "TYPE_CHECKING", "annotations", "guard_imports", "importlib"})

@@ -1,7 +1,7 @@
 """Reads a file that the user names: all of it, or an error if it is larger than a bound.
 
 A wrong name must not fill the memory or wait for ever: a device has no end, a sparse file has 10 GB, a FIFO may have no writer.
-Every failure is a ConfigError of one line. Files of a checkpoint are `ridgeline/models`' own, which allows regular files only.
+Every failure is a ConfigError of one line. Small files of a model are read by `model_files`.
 """
 
 from __future__ import annotations

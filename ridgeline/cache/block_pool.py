@@ -26,6 +26,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._references = array("i", bytes(4 * num_blocks))
+        self._counts = np.frombuffer(self._references, np.int32)      # the same memory, for many blocks at once
         self._free = list(range(num_blocks - 1, 0, -1))          # a stack: low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()     # unheld but indexed, oldest first
         self._indexed: set[int] = set()                          # blocks the prefix cache can find
@@ -49,12 +50,11 @@ class BlockPool:
 
     def num_unheld(self, blocks: list[int]) -> int:
         """How many of these have no reference: they are allocatable."""
-        references = self._references
-        return [references[block] for block in blocks].count(0)
+        return len(blocks) - int(np.count_nonzero(self._counts[blocks]))
 
     def states(self) -> np.ndarray:
         """uint8 [num_blocks - 1]: what each block but the null one is now, for a picture."""
-        found = np.minimum(np.frombuffer(self._references, np.int32), 2).astype(np.uint8)
+        found = np.minimum(self._counts, 2).astype(np.uint8)
         found[found > 0] += HELD - 1
         found[np.fromiter(self._cached, np.int32, len(self._cached))] = CACHED
         return found[1:]
@@ -85,16 +85,17 @@ class BlockPool:
 
     def hold(self, blocks: list[int]) -> None:
         """One more reference to each of these held or cached blocks."""
-        references = self._references
-        for block in blocks:
-            if references[block] == 0:
-                del self._cached[block]
-            references[block] += 1
+        places = np.array(blocks, np.intp)
+        for block in places[self._counts[places] == 0].tolist():
+            del self._cached[block]
+        self._counts[places] += 1
 
     def release(self, blocks: list[int]) -> None:
         """Drop one reference to each; they are reused in the order given once no step in flight can touch them."""
         if self._retired < self._submitted:
-            self._in_flight.append((self._submitted, blocks))
+            if not self._in_flight or self._in_flight[-1][0] != self._submitted:
+                self._in_flight.append((self._submitted, []))
+            self._in_flight[-1][1].extend(blocks)
         else:
             self._drop(blocks)
 
@@ -120,15 +121,20 @@ class BlockPool:
         return True
 
     def _drop(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if self._references[block] <= 0:
-                raise AssertionError(f"block {block} released twice")
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if block in self._indexed:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+        for block in self._unheld_now(blocks):
+            if block in self._indexed:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def _unheld_now(self, blocks: list[int]) -> list[int]:
+        """Drops one reference to each of these; which have none left, in the order in which the last one went."""
+        places = np.array(blocks, np.intp)
+        np.subtract.at(self._counts, places, 1)          # several sequences may give back the same block in one step
+        left = self._counts[places]
+        if (left < 0).any():
+            raise AssertionError(f"block {blocks[int(left.argmin())]} released twice")
+        return [*dict.fromkeys(places[left == 0][::-1].tolist())][::-1]
 
     # -- steps in flight -----------------------------------------------------------------------------------------------
 
@@ -148,7 +154,7 @@ class BlockPool:
     def check(self) -> None:
         """Every block is in exactly one place; raises AssertionError otherwise. Linear: for tests and debugging."""
         free, cached = set(self._free), set(self._cached)
-        held = set((np.flatnonzero(np.frombuffer(self._references, np.int32)[1:] > 0) + 1).tolist())
+        held = set((np.flatnonzero(self._counts[1:] > 0) + 1).tolist())
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & cached and not free & held and not cached & held, "a block is in two places"
         assert len(free) + len(cached) + len(held) == self.num_blocks - 1, "a block is lost"
@@ -185,18 +191,14 @@ class SlabPool(BlockPool):
         return blocks
 
     def _drop(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if self._references[block] <= 0:
-                raise AssertionError(f"block {block} released twice")
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                first = block - (block - 1) % self._slab
-                self._slab_left[first] -= 1
-                if self._slab_left[first] == 0:
-                    del self._slab_left[first]
-                    self._free_slabs.append(first)
+        for block in self._unheld_now(blocks):
+            first = block - (block - 1) % self._slab
+            self._slab_left[first] -= 1
+            if self._slab_left[first] == 0:
+                del self._slab_left[first]
+                self._free_slabs.append(first)
 
     def check(self) -> None:
-        held = set((np.flatnonzero(np.frombuffer(self._references, np.int32)[1:] > 0) + 1).tolist())
+        held = set((np.flatnonzero(self._counts[1:] > 0) + 1).tolist())
         assert sum(self._slab_left.values()) == len(held), "a slab is lost"
         assert not any(block - (block - 1) % self._slab in self._free_slabs for block in held), "a held slab is free"

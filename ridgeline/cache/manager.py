@@ -115,8 +115,9 @@ class KVManager:
         """The longest cached prefix of at most `limit` tokens that is valid in every group."""
         root = self.cache.root(salt)
         path = self.cache.walk(root, tokens, limit, self.block_size)
-        length = self._valid_length([child.blocks for child in path])
-        hit = self._hit([child.blocks for child in path[:length]], path[length - 1] if length else root)
+        columns = [child.blocks for child in path]
+        length = self._valid_length(columns)
+        hit = self._hit(columns[:length], path[length - 1] if length else root)
         hit.asked_tokens = len(tokens)
         return hit
 
@@ -146,7 +147,8 @@ class KVManager:
     def _valid_length(self, columns: Sequence[Sequence[int]]) -> int:
         """How many leading blocks can be used: all present in full groups, the last window's worth in window groups."""
         if not self._windows:
-            return next((index for index, blocks in enumerate(columns) if not all(blocks)), len(columns))
+            tables = zip(*columns, strict=True)                  # searched by C: a prompt may have thousands of blocks
+            return min((table.index(NULL_BLOCK) if NULL_BLOCK in table else len(table) for table in tables), default=0)
         windows = dict(self._windows)
         run = [0] * len(self.groups)                             # present blocks in a row that end here
         best = 0
@@ -167,7 +169,7 @@ class KVManager:
         return best
 
     def _hit(self, columns: Sequence[Sequence[int]], node: Node | None) -> Hit:
-        tables = [[blocks[group] for blocks in columns] for group in range(len(self.groups))]
+        tables = [list(table) for table in zip(*columns, strict=True)] if columns else [[] for _ in self.groups]
         for group, window in self._windows:
             needed = -(-(window - 1) // self.block_size)
             behind = max(0, len(tables[group]) - needed)

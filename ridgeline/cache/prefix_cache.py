@@ -149,7 +149,10 @@ def _in_common(newest: tuple[array[int], list[Node]] | None, tokens: array[int],
     differ = np.frombuffer(newest[0], np.int32, length) != np.frombuffer(tokens, np.int32, length)
     same = int(differ.argmax()) if differ.any() else length
     nodes = newest[1][: same // size - 1]
-    return nodes[: next((place for place, node in enumerate(nodes) if not any(node.blocks)), len(nodes))]
+    if not nodes:
+        return []
+    columns, gone = [node.blocks for node in nodes], (0,) * len(nodes[0].blocks)
+    return nodes[: columns.index(gone)] if gone in columns else nodes
 
 
 class NoPrefixCache(PrefixCache):

@@ -66,7 +66,8 @@ def parsers() -> dict[str, OptionParser]:
 def script(made: Mapping[str, argparse.ArgumentParser]) -> str:
     options, choices = [], []
     for name, parser in made.items():
-        flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+        shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+        flags = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
         options.append(f'      "{name}") words="{" ".join(flags)}";;')
         for action in parser._actions:
             values = values_of(action)

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -73,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename or f'{args.input} or {args.output}'}: {error.strerror or error}") from None
     with source, target:
+        if total and (skipped := answered_lines(source, done)) == total:
+            print(f"0 answered, 0 failed, {skipped} already answered before", file=sys.stderr)       # and no model is loaded
+            return 0
         # A wrong tokenizer or template fails before the weights load.
         processor = Processor.load(config.model, model_path(config), config.execution.speculative_config)
         # This imports torch: what can be wrong with the command line or its files has been told before.
@@ -175,6 +178,13 @@ def finished_ids(path: Path) -> set[RecordId]:
             end += len(text) if whole else 0
         file.truncate(end)
     return done
+
+
+def answered_lines(file: IO[bytes], done: set[RecordId]) -> int:
+    """How many lines have their record, up to the first one that has none; the file is then where it was."""
+    found = sum(1 for _ in takewhile(lambda line: line.id in done, read(file))) if done else 0
+    file.seek(0)
+    return found
 
 
 def is_begun_record(text: bytes) -> bool:

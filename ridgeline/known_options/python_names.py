@@ -1,4 +1,4 @@
-"""Names of vLLM's Python API that are not here: classes, methods of LLM, and their arguments, with what to use instead."""
+"""Names of vLLM's Python API that are not here: classes, methods and arguments, with what to use instead."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ METHODS = {
     "get_metrics": "a server has them at /metrics",
     "set_tokenizer": "give LLM() the option tokenizer",
     "preprocess_chat": "get_tokenizer().apply_chat_template renders messages",
+}
+
+ASYNC_METHODS = {
+    "chat": "generate({'prompt_token_ids': await llm.chat_tokens(messages)}, ...) answers a conversation",
+    "encode": "hidden states and vectors are those of LLM.embed, or of a server's /v1/embeddings",
+    "check_health": "require_alive() raises the reason if the engine has ended",
+    "is_running": "use is_alive, or state",
+    "is_stopped": "use is_alive, or state",
+    "errored": "use is_alive, or state",
+    "dead_error": "require_alive() raises it",
+    "do_log_stats": "a server has figures at /metrics and /roofline",
+    "sleep": "shutdown() frees the memory",
+    "wake_up": "shutdown() frees the memory, and a new AsyncLLM loads again",
+    "add_lora": "adapters are not applied at run time; merge them into the weights first",
+    "collective_rpc": "no code runs inside the workers",
+    "get_model_config": "load the model's config.json",
+    "model_config": "load the model's config.json",
 }
 
 # Argument of a method -> values that ask for nothing, and what to use instead.

@@ -156,12 +156,3 @@ def check_only(fields: Fields, family: Family) -> None:
             raise ModelError(
                 f"{fields.where}: {name} {shown(fields.get(name))} is not supported for {family.name}; supported: {value!r}"
             )
-
-
-def is_deep(content: Any, most: int) -> bool:
-    """Whether what compares, copies or prints it could run out of stack."""
-    level = [content]
-    for _ in range(most):
-        inside = [each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [each for each in inside if isinstance(each, (dict, list))]
-    return bool(level)

@@ -6,24 +6,19 @@ model disagree about it. This file reads metadata and small JSON files; it needs
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ridgeline.errors import ModelError
+from ridgeline.model_files import read_settings
 
 # GGUF files seldom declare the end of a turn: tokens with these names end it, whatever the file's end-of-sequence id is.
 END_OF_TURN = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> </s> <eos> "
     "<｜end▁of▁sentence｜>".split()
 )
-MAX_SETTINGS_BYTES = 64 << 20        # of a file beside the weights: JSON becomes objects of up to thirty times its size. Gemma's
-                                     # tokenizer.json has 33 MB
 _NORMAL = 1                          # GGUF's type of an ordinary token
 _SENTENCEPIECE_EOS = 2               # where a file is too old to say
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")   # half of a pair, in JSON
 
 
 def gguf_ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:
@@ -102,31 +97,3 @@ def _unique(ids: list[int]) -> tuple[int, ...]:
 def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
     value = fields.get(name)
     return value if isinstance(value, list) else []
-
-
-def require_file(file: Path, most: int = MAX_SETTINGS_BYTES) -> None:
-    """ModelError for a pipe or a device, which opening or reading could wait for for ever, and for more than `most` bytes. A file
-    that is not there passes."""
-    if not file.exists():
-        return
-    if not file.is_file():
-        raise ModelError(f"{file}: not a regular file")
-    if (size := file.stat().st_size) > most:
-        raise ModelError(f"{file}: {size:,} bytes are more than such a file may have ({most:,})")
-
-
-def read_settings(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty without the file."""
-    require_file(file)
-    try:
-        content = file.read_bytes()
-        value = json.loads(content.decode("utf-8-sig"))  # of bytes, json takes halves of pairs, and UTF-16
-        if _SURROGATE.search(content):                   # half a pair is no character, and no text that a tokenizer takes
-            json.dumps(value, ensure_ascii=False).encode()
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: cannot be read as JSON: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{file}: must hold a JSON object, not {type(value).__name__}")
-    return value

@@ -113,7 +113,10 @@ class GGUFFile:
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The packed bytes as a read-only view of the file, [*shape[:-1], bytes per row]."""
         tensor = self._tensor(name)
-        flat = np.frombuffer(self._parts[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
+        data = self._parts[tensor.part]
+        if data.size() < len(data):                      # of the file as it is now
+            raise shortened(self.files[tensor.part].name, len(data), data.size())
+        flat = np.frombuffer(data, np.uint8, tensor.nbytes, tensor.offset)
         return flat.reshape(*tensor.shape[:-1], -1)
 
     def release(self, name: str) -> None:
@@ -194,6 +197,11 @@ def _map_file(path: Path) -> tuple[mmap.mmap, _Identity]:
         raise ModelError(f"{path.name}: the file is empty, not a GGUF model") from None
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def shortened(name: str, opened: int, now: int) -> ModelError:
+    """Of a mapped file: to read behind its end kills a process (SIGBUS)."""
+    return ModelError(f"{name} had {opened:,} bytes when it was opened, and has {now:,} now: it was changed while it was read")
 
 
 def _shown(name: str) -> str:
@@ -284,7 +292,7 @@ class _Header:
     # --- sections ---
 
     def check_magic(self) -> None:
-        if self.size < 8 or self.data[:4] != b"GGUF":
+        if self.data[:4] != b"GGUF":
             raise self.error("not a GGUF file: it does not start with the letters GGUF")
         self.position = 4
         version = self.u32("version")

@@ -7,7 +7,6 @@ weights and needs no torch. Code inside a model directory is never run.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
+from ridgeline.model_files import read_json
 from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
 from ridgeline.models.checkpoints.quantisation import other_dtypes, read_quantisation, safetensors_headers
 from ridgeline.models.checkpoints.recipe import Quantisation
@@ -30,19 +30,12 @@ from ridgeline.models.config_fields import (
     check_gguf_only,
     check_heads,
     check_only,
-    is_deep,
     read_activation,
     read_dtype,
     read_head_dim,
     read_intermediate,
 )
-from ridgeline.models.end_tokens import (
-    directory_eos_token,
-    gguf_end_tokens,
-    hf_end_tokens,
-    language_model,
-    require_file,
-)
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, language_model
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
 from ridgeline.models.families.all_families import declared_family, gguf_family, is_headless, stores_head
 from ridgeline.models.family import GGUF_SECOND_NORM, Family
@@ -69,7 +62,6 @@ logger = get_logger("models")
 
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
-MAX_DEPTH = 64                       # of objects and lists in a JSON file; those of models have less than ten
 CLAMP = "attention.clamp_kqv"                            # of q, k and v, in GGUF
 
 
@@ -248,21 +240,6 @@ def load_model_config(path: str | Path) -> ModelConfig:
     return hf_model_config(
         raw, read_json(generation) if generation.is_file() else {}, eos_token=directory_eos_token(path), directory=path
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    require_file(path)
-    try:
-        content = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    if is_deep(content, MAX_DEPTH):
-        raise ModelError(f"{path} is nested more than {MAX_DEPTH} deep")
-    return content
 
 
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1, context_size: int = 1) -> list[KVGroupSpec]:

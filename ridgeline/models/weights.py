@@ -22,12 +22,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ridgeline.errors import ModelError, shown, shown_path
-from ridgeline.models.checkpoints.quantisation import MAX_TENSORS, MAX_WEIGHT_FILES
+from ridgeline.model_files import read_json, read_settings
+from ridgeline.models.checkpoints.quantisation import MAX_TENSORS, MAX_WEIGHT_FILES, Unchanged
 from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, RawSource, Stored
 from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts, known_as
 from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger
@@ -349,20 +350,19 @@ class SafetensorsSource:
         self.tensors: dict[str, Stored] = {}
         self._dtypes = tuple(SAFETENSORS_DTYPES) if quantised else FLOATS
         self._files = ExitStack()
-        self._open_files = {}
+        self._open_files: dict[str, tuple[safe_open, Unchanged]] = {}
         for file in _safetensors_files(directory):
             try:
                 handle = self._files.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file.name} is damaged or not a safetensors file: {_brief(error)}") from None
-            self._open_files[file.name] = handle
+                raise ModelError(f"{file.name} is damaged or not a safetensors file: {shown_path(error)}") from None
+            self._open_files[file.name] = handle, Unchanged(file)
             for name in handle.keys():
                 self._add(name, file.name, handle)
-        if (directory / INDEX).is_file():
-            listed = read_json(directory / INDEX)["weight_map"]
-            absent = [f"{name} ({file})" for name, file in listed.items() if name not in self.tensors]
-            if absent:
-                raise ModelError(f"{INDEX} lists tensors that their files do not hold: {_listed(absent)}")
+        listed = read_settings(directory / INDEX).get("weight_map", {})
+        absent = [f"{name} ({file})" for name, file in listed.items() if name not in self.tensors]
+        if absent:
+            raise ModelError(f"{INDEX} lists tensors that their files do not hold: {_listed(absent)}")
 
     def _add(self, name: str, file: str, handle: safe_open) -> None:
         if name in self.tensors:
@@ -382,7 +382,9 @@ class SafetensorsSource:
         return self.stored(name)
 
     def stored(self, name: str) -> Tensor:
-        return self._open_files[self.tensors[name].file].get_tensor(name)
+        handle, unchanged = self._open_files[self.tensors[name].file]
+        unchanged.check()
+        return handle.get_tensor(name)
 
     def __enter__(self) -> SafetensorsSource:
         return self
@@ -415,11 +417,6 @@ def _safetensors_files(directory: Path) -> list[Path]:
 def _is_name(file: object) -> bool:
     """Of a file that any system can have."""
     return isinstance(file, str) and file.isprintable() and len(file.encode()) < 256
-
-
-def _brief(error: Exception) -> str:
-    """A library's error quotes as much of the file as it likes."""
-    return " ".join(str(error).split())[:300]
 
 
 _NUMBERED = re.compile(r"(.+)-(\d{1,18})-of-(\d{1,18})\.safetensors")

@@ -54,7 +54,7 @@ EXPERTS = PRODUCTS.index("experts")
 MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
-
+FITTED_HEAD = 128                    # elements of a head of Llama-3.1-8B, on which the constants of GPUs are fitted
 
 # Packed weights on a CPU: a tile is unpacked once for this many rows, which costs as much as multiplying it by one more
 # (docs/cpu.md). The rate of packed products is measured with many rows.
@@ -280,7 +280,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     reads_kv, computes_kv = _kv_factors(setup)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
     attention += steps.attention_flops / (wide * constants.attention_compute * computes_kv * paced)
-    attention += steps.attention_calls * constants.attention_call_s
+    smaller = min(1.0, setup.shape.head_dim / FITTED_HEAD) if device.kind == "cuda" else 1.0
+    attention += steps.attention_calls * constants.attention_call_s * smaller
     beyond = steps.small_bytes * np.maximum(0, steps.tokens - MANY_ROWS) / np.maximum(steps.tokens, 1)
     link = device.link
     ring = 2 * (steps.ranks - 1) / steps.ranks

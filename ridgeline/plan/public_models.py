@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
+from ridgeline.model_files import read_json
 from ridgeline.models.checkpoints.linear_formats import (
     HEAD,
     LinearFormats,
@@ -25,7 +26,7 @@ from ridgeline.models.checkpoints.linear_formats import linears as all_linears
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
+from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.process import embedded
@@ -370,9 +371,9 @@ def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:
     return _plain(table_name(served) or served) == _plain(model.name)
 
 
-# What names have behind the model's own: "-Instruct", "-it-0324", and the active parameters of a mixture, "-A22B".
-_ENDS = re.compile(r"(-(instruct|chat|it|hf))?(-\d{4})?$|-a\d+b(?=$|-(instruct|chat|it|hf|\d{4}))")
+# What names have around the model's own: "Meta-", "-Instruct", "-it-0324", "-v0.3", the active parameters of a mixture ("-A22B").
+_AROUND = re.compile(r"^meta-|(-(instruct|chat|it|hf))?(-\d{4}|-v0\.\d)?$|-a\d+b(?=$|-(instruct|chat|it|hf|\d{4}))")
 
 
 def _plain(name: str) -> str:
-    return "".join(character for character in _ENDS.sub("", name.lower().rpartition("/")[2]) if character.isalnum())
+    return "".join(character for character in _AROUND.sub("", name.lower().rpartition("/")[2]) if character.isalnum())

@@ -75,7 +75,7 @@ def snapshot(repo: str) -> Path | None:
         main = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         if main.is_dir():
             return main
-    except OSError:
+    except (OSError, ValueError):                        # a file that was cut short, or holds no text
         pass
     found = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
@@ -95,7 +95,8 @@ def missing_parts(parts: list[str]) -> list[str]:
     part = _PART.fullmatch(parts[0])
     if part is None:
         return []
-    return [name for number in range(1, int(part[3]) + 1) if (name := f"{part[1]}-{number:05}-of-{part[3]}.gguf") not in parts]
+    held = set(parts)                                    # there may be 99,999
+    return [name for number in range(1, int(part[3]) + 1) if (name := f"{part[1]}-{number:05}-of-{part[3]}.gguf") not in held]
 
 
 def matching_gguf(files: Iterable[str], tag: str) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ The kernel tells neither the process nor its parent why it sends SIGKILL, but it
 from __future__ import annotations
 
 import errno
+import resource
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +47,10 @@ class OutOfMemoryKills:
             return f"was killed by {name}, probably because the machine ran out of memory: {_LESS}"
         if number in (signal.SIGABRT, signal.SIGSEGV) and is_address_space_limited():        # what libraries do without memory
             return f"was killed by {name}, probably because `ulimit -v` leaves too little memory: {_LESS}"
+        if number == signal.SIGBUS:
+            return f"was killed by {name}: a file that it read, such as the model's, became shorter, or /dev/shm is full"
+        if number in (signal.SIGXCPU, signal.SIGKILL) and resource.getrlimit(resource.RLIMIT_CPU)[0] != resource.RLIM_INFINITY:
+            return f"was killed by {name}, probably by the limit on CPU time (`ulimit -t`)"
         return f"was killed by {name}"
 
     def _counted(self) -> int:

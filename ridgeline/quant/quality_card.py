@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ridgeline.errors import ConfigError, ModelError
+from ridgeline.model_files import require_file
 from ridgeline.process import integrity, platform
 
 CARD = "quality.json"
@@ -39,12 +41,13 @@ def find_card(model: Path) -> CardFound | None:
     if not model.is_dir() or not file.is_file():
         return None
     try:
+        require_file(file)
         card = json.loads(file.read_text(encoding="utf-8"))
         expected = card["output"]["sha256"]
         line = summary_line(card)
         present = {each.name for each in output_files(model)}
         wrong = sorted(present ^ set(expected)) or [name for name in expected if not _has(model / name, expected[name])]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ModelError, ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
         return CardFound(f"{CARD} cannot be read ({type(error).__name__}): it is ignored", False, {})
     if wrong:
         return CardFound(f"{CARD} does not belong to these weights ({wrong[0]} has another hash): it is ignored", False, card)
@@ -52,7 +55,11 @@ def find_card(model: Path) -> CardFound | None:
 
 
 def _has(file: Path, expected: str) -> bool:
-    return integrity.has_hash(file, expected, _remembered(file.parent))
+    try:
+        folder = _remembered(file.parent)
+    except (OSError, ConfigError):                       # no cache, or a full one: they are hashed at every start
+        return integrity.sha256_of(file) == expected
+    return integrity.has_hash(file, expected, folder)
 
 
 def _remembered(model: Path) -> Path:

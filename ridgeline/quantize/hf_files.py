@@ -14,8 +14,9 @@ from tokenizers import decoders, processors
 from ridgeline.config import ModelOptions
 from ridgeline.engine.client.sampling_defaults import load_sampling_defaults
 from ridgeline.errors import ModelError
+from ridgeline.model_files import read_json, require_file
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.rope import Rope
 from ridgeline.text.vocabulary import SPACE_MARK, Vocabulary
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
@@ -28,6 +29,15 @@ COPIED = (
 )
 
 
+def small_files(path: Path) -> list[str]:
+    """Those that are copied, each of a bounded size. Looked at before the work, too: a hole of a terabyte would fill the disk."""
+    named = [str(file.relative_to(path)) for file in path.glob("additional_chat_templates/*.jinja")]
+    found = [name for name in (*COPIED, *named) if (path / name).is_file()]
+    for name in found:
+        require_file(path / name)
+    return found
+
+
 def write_small_files(path: Path, config: ModelConfig, quantization: dict[str, Any] | None, folder: Path) -> None:
     """`path`: of the input; `folder`: where the output is being made."""
     if path.suffix == ".gguf":
@@ -38,11 +48,9 @@ def write_small_files(path: Path, config: ModelConfig, quantization: dict[str, A
         write_tokenizer(vocabulary, folder)
     else:
         raw = read_json(path / "config.json")
-        named = [str(file.relative_to(path)) for file in path.glob("additional_chat_templates/*.jinja")]
-        for name in (*COPIED, *named):
-            if (path / name).is_file():
-                (folder / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(path / name, folder / name)
+        for name in small_files(path):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path / name, folder / name)
     _write_json(folder / "config.json", raw | ({} if quantization is None else {"quantization_config": quantization}))
 
 

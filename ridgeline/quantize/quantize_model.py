@@ -42,7 +42,7 @@ from ridgeline.quantize.card import LimitsMissed
 from ridgeline.quantize.card_page import page as card_page
 from ridgeline.quantize.ct_writer import Linear, header_bytes, quantization_config
 from ridgeline.quantize.duration import Forecast, Spent, Watch, forecast
-from ridgeline.quantize.hf_files import write_small_files
+from ridgeline.quantize.hf_files import small_files, write_small_files
 from ridgeline.quantize.own_text import SEARCH_OPENINGS, own_passages
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import AUTO, FEWEST_TOKENS, OWN_TEXT, READ_TEXT, QuantizeRecipe
@@ -79,6 +79,7 @@ class Job:
 
 def quantize(job: Job) -> dict[str, Any] | None:
     """Writes the output; returns its card."""
+    small_files(job.model)                               # one that is too large is refused now, not after the work
     return _search(job) if job.recipe.name == AUTO and not job.recipe.rules else _quantize(job)
 
 

@@ -174,6 +174,8 @@ class Delivery:
         fleet, prompt = self._fleet, self._request.prompt
         now, replica = fleet.now(), fleet.replicas[number]
         ticket = fleet.choice.send(number, prompt, now)
+        if self._is_of_model:
+            replica.doubts.sent(prompt.model, now)
         if self._request.is_computed:
             predicted = ticket.predicted.first_token + (0.0 if prompt.streams else ticket.predicted.decode)
             move = self._leave if self._may_move and not self.started else None

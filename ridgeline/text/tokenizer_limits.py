@@ -20,7 +20,11 @@ import msgspec
 from ridgeline.errors import BadRequest, ModelError
 
 MAX_ADDED_BYTES = 2 << 20            # of the texts of added tokens: 2 s and 200 MB; Gemma has 6,400 tokens of 70 kB
-MAX_ADDED_LENGTH = 4_096             # bytes of one: some libraries' cost grows with its square; Gemma's longest has 93
+MAX_TOKEN_LENGTH = 4_096             # bytes of one: some libraries' cost grows with its square; Gemma's longest has 93
+MAX_ADDED_TOKENS = 80_000            # 10 s of CPU time; models of speech have 65,800
+MAX_UNIGRAM_BYTES = 6 << 20          # of the texts of a Unigram model's tokens, 350 times that in memory; 250,000 words have 2 MB
+MAX_TEMPLATE_BYTES = 64 << 20        # of all chat templates of a folder
+MAX_MERGE_BYTES = 32 << 20           # of the pairs that make a token of SentencePiece, and 16 for each; Gemma's have 13 MB
 MAX_VOCABULARY_SECONDS = 20.0        # of CPU time for the texts of all tokens; those of real models take two
 MAX_ID = 1 << 24                     # where the model does not say how many tokens it has
 SPARE_IDS = 1 << 20                  # that a tokenizer may have beyond those of the model
@@ -54,6 +58,13 @@ class _Facts(msgspec.Struct):
     pre_tokenizer: Any = None
     decoder: Any = None
     post_processor: Any = None
+    model: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
+
+
+class _Model(msgspec.Struct):
+    """`vocab` is an object of megabytes, of which nothing is made here; a Unigram model's is a list."""
+
+    vocab: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
 
 
 def read_tokenizer(file: Path) -> tuple[str, float]:
@@ -61,6 +72,7 @@ def read_tokenizer(file: Path) -> tuple[str, float]:
     try:
         content = file.read_bytes()
         facts = msgspec.json.decode(content, type=_Facts)
+        pieces = _unigram_pieces(facts.model)
         text = content.decode()
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
@@ -68,6 +80,7 @@ def read_tokenizer(file: Path) -> tuple[str, float]:
         raise ModelError(f"{file}: not a tokenizer: {' '.join(str(error).split())[:200]}") from None
     listed = facts.added_tokens if isinstance(facts.added_tokens, list) else []
     require_few_added((str(each.get("content", "")) for each in listed if isinstance(each, dict)), str(file))
+    require_short(pieces, "its model's tokens", MAX_UNIGRAM_BYTES, str(file))
     for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         if (steps := _num_steps(getattr(facts, name))) > MAX_STEPS:
             raise ModelError(f"{file}: its {name} has {steps:,} steps; at most {MAX_STEPS} are allowed")
@@ -108,13 +121,31 @@ def _tokens_around(processor: Any) -> int:
     return sum(sizes.get(str(each.get("id")), 1) for each in named if isinstance(each, dict))
 
 
+def _unigram_pieces(model: msgspec.Raw) -> list[str]:
+    """The tokens' texts of a Unigram model: the library makes a tree of them, a node for each byte, and frees it by recursion."""
+    if not bytes(model).startswith(b"{"):
+        return []
+    vocabulary = msgspec.json.decode(model, type=_Model).vocab
+    if not bytes(vocabulary).startswith(b"["):
+        return []
+    return [str(each[0]) for each in msgspec.json.decode(vocabulary) if isinstance(each, list) and each]
+
+
 def require_few_added(contents: Iterable[str], where: str) -> None:
-    sizes = [len(content.encode("utf-8", "surrogatepass")) for content in contents]
+    listed = list(contents)
+    if len(listed) > MAX_ADDED_TOKENS:
+        raise ModelError(f"{where}: {len(listed):,} added tokens; at most {MAX_ADDED_TOKENS:,} are allowed")
+    require_short(listed, "its added tokens", MAX_ADDED_BYTES, where)
+
+
+def require_short(texts: Iterable[str], what: str, most: int, where: str) -> None:
+    """`most`: bytes of all together."""
+    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
     total, longest = sum(sizes), max(sizes, default=0)
-    if longest > MAX_ADDED_LENGTH:
-        raise ModelError(f"{where}: an added token has {longest:,} bytes of text; at most {MAX_ADDED_LENGTH:,} are allowed")
-    if total > MAX_ADDED_BYTES:
-        raise ModelError(f"{where}: its added tokens have {total:,} bytes of text; at most {MAX_ADDED_BYTES:,} are allowed")
+    if longest > MAX_TOKEN_LENGTH:
+        raise ModelError(f"{where}: one of {what} has {longest:,} bytes of text; at most {MAX_TOKEN_LENGTH:,} are allowed")
+    if total > most:
+        raise ModelError(f"{where}: {what} have {total:,} bytes of text; at most {most:,} are allowed")
 
 
 def require_ids(highest: int, vocab_size: Any, where: str) -> None:

@@ -15,8 +15,9 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from ridgeline.errors import ModelError, shown
 from ridgeline.models.end_tokens import gguf_end_tokens, gguf_ends_of_turn
+from ridgeline.models.gguf import MAX_STRING_BYTES
 from ridgeline.text.gguf_patterns import PRE_TOKENIZERS
-from ridgeline.text.tokenizer_limits import require_few_added
+from ridgeline.text.tokenizer_limits import MAX_MERGE_BYTES, in_time, require_few_added, require_short
 from ridgeline.text.vocabulary import SPACE_MARK, Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 
 
@@ -173,14 +174,20 @@ class _VocabularyBuilder:
         scores = self._per_token("tokenizer.ggml.scores", float, int, default=0.0)
         ids = self.ids
         merges: list[tuple[str, str]] = []
-        for place in sorted(range(len(scores)), key=lambda place: -scores[place]):
-            token = self.tokens[place]
-            if self.types[place] in _MERGED_TYPES:
+        merged = [place for place in range(len(scores)) if self.types[place] in _MERGED_TYPES]
+        require_short((self.tokens[place] for place in merged), "its tokens", MAX_STRING_BYTES, self.file_name)
+        size = 0
+        for place in in_time(sorted(merged, key=lambda place: -scores[place]), "vocabulary"):
+            token, before = self.tokens[place], len(merges)
+            if size <= MAX_MERGE_BYTES:
                 merges += [
                     (token[:cut], token[cut:])
                     for cut in range(1, len(token))
                     if token[:cut] in ids and token[cut:] in ids
                 ]
+            size += (len(merges) - before) * (len(token) + 16)
+        if size > MAX_MERGE_BYTES:
+            raise self._error(f"the pairs of its tokens that make another have more than {MAX_MERGE_BYTES:,} bytes")
         return merges
 
     def _add_parsed_tokens(self, core: tokenizers.Tokenizer) -> None:

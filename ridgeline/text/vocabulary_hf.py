@@ -14,9 +14,10 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ridgeline.errors import ModelError, shown
-from ridgeline.models.end_tokens import hf_end_tokens, language_model, read_settings, require_file
+from ridgeline.model_files import read_settings, require_file
+from ridgeline.models.end_tokens import hf_end_tokens, language_model
 from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
-from ridgeline.text.tokenizer_limits import read_tokenizer, require_few_added, require_ids
+from ridgeline.text.tokenizer_limits import MAX_TEMPLATE_BYTES, read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")      # of other libraries
@@ -175,6 +176,9 @@ def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     alone = path / "chat_template.jinja"
     if alone.is_file():
         named = sorted((path / "additional_chat_templates").glob("*.jinja"))
+        total = sum(file.stat().st_size for file in named if file.exists())
+        if total > MAX_TEMPLATE_BYTES:
+            raise ModelError(f"{path}: additional_chat_templates has {total:,} bytes; at most {MAX_TEMPLATE_BYTES:,} are read")
         return {file.stem: _template(file) for file in named} | {"default": _template(alone)}
     listed = read_settings(path / "chat_template.json").get("chat_template") or settings.get("chat_template") or []
     if isinstance(listed, str):

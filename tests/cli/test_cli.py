@@ -320,7 +320,9 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
         assert says in records[name]["error"]
 
 
-def test_generate_goes_on_where_it_stopped(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_goes_on_where_it_stopped(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = [{"prompt": f"number {n}", "id": n, "temperature": 0, "max_tokens": 6, "ignore_eos": True} for n in range(12)]
     source = write_lines(tmp_path / "in.jsonl", lines)
     whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
@@ -330,6 +332,7 @@ def test_generate_goes_on_where_it_stopped(model: Path, tmp_path: Path, capsys: 
     assert generate(source, target, model) == 0
     assert capsys.readouterr().err.endswith("7 answered, 0 failed, 5 already answered before\n")
     assert sorted(target.read_bytes().splitlines()) == sorted(line.rstrip() for line in complete)
+    monkeypatch.setattr("ridgeline.cli.cmd_generate.Processor.load", None)           # with nothing to do no model is loaded
     assert generate(source, target, model) == 0
     assert capsys.readouterr().err.endswith("0 answered, 0 failed, 12 already answered before\n")
 

@@ -15,7 +15,7 @@ from ridgeline.cli.models.cmd_pull import choose
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ModelError
 from ridgeline.process import embedded
-from ridgeline.process.hub_cache import HubName, find_cached, hub_name, locate, matching_gguf
+from ridgeline.process.hub_cache import HubName, find_cached, hub_name, locate, matching_gguf, missing_parts
 from ridgeline.process.integrity import has_hash, sha256_of
 from ridgeline.resolve import model_path
 
@@ -85,6 +85,8 @@ def test_a_model_that_is_not_here_says_how_to_fetch_it(model: str, says: str) ->
 def test_the_cache_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cached(home, "a/b", "config.json", "model.safetensors")
     assert locate("a/b") == locate("https://huggingface.co/a/b") == folder
+    (folder.parents[1] / "refs" / "main").write_bytes(b"\xff\xfe")       # cut short, or of something else
+    assert find_cached(HubName("a/b")) == folder
     (folder.parents[1] / "refs" / "main").unlink()                       # downloaded by commit
     assert locate("a/b") == folder
     monkeypatch.setenv("HF_HUB_CACHE", str(home / "elsewhere"))
@@ -150,6 +152,21 @@ def ridgeline(hub: str, *argv: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-m", "ridgeline", *argv]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=120)
+
+
+def test_a_file_that_a_download_removes_meanwhile_ends_no_list(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cached(home, "a/b", "config.json", "model.safetensors")
+    (folder / "gone.json").symlink_to("nowhere")
+    monkeypatch.setattr(embedded, "find", lambda: None)
+    monkeypatch.setattr(Path, "is_file", lambda path: True)              # it was there a moment ago
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.startswith("a/b ")
+
+
+def test_parts_that_are_missing_are_found_in_linear_time() -> None:
+    assert len(missing_parts([f"m-{number:05}-of-99999.gguf" for number in range(2, 99_999, 2)])) == 50_000
 
 
 def test_pull_list_and_rm(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from served_model import CONTEXT, one_thread, wait_until, write_model
 
+import ridgeline
 from ridgeline import LLM, SamplingParams
 from ridgeline.cache.block_pool import BlockPool
 from ridgeline.cache.manager import CacheCounters
@@ -29,6 +30,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.supervisor import Supervisor
 from ridgeline.engine.core import loop
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, ModelError
+from ridgeline.known_options.python_names import ASYNC_METHODS
 from ridgeline.messages import Request
 from ridgeline.roofline.decoder_shape import DecoderShape
 from ridgeline.roofline.steps import StepRecorder
@@ -252,6 +254,17 @@ def test_parameters_that_were_changed_are_checked_again(llm: AsyncLLM, run: Run)
             run(asking)
 
 
+def test_what_a_user_of_vllm_types_is_told_what_to_use(llm: AsyncLLM, run: Run) -> None:
+    with pytest.raises(BadRequest, match=r"^sampling_params must be SamplingParams, got "):
+        run(final(llm, "abc", {"temperature": 0}))       # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"^AsyncLLM has no check_health: require_alive\(\)"):
+        llm.check_health()
+    with pytest.raises(AttributeError, match=r"^AsyncLLM has no frobnicate$"):
+        llm.frobnicate()
+    assert not set(ASYNC_METHODS) & set(dir(llm))
+    assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(ridgeline)) and "Any" not in dir(ridgeline)
+
+
 def test_a_stream_of_no_prompts_ends_at_once(llm: AsyncLLM, run: Run) -> None:
     async def read() -> tuple[list[Any], list[Any]]:
         stream = await llm.stream([], GREEDY)
@@ -292,8 +305,10 @@ def test_outputs_of_the_kind_that_was_asked_for(llm: AsyncLLM, run: Run) -> None
         ([10**23], "prompt_token_ids"),
         ([1] * CONTEXT, "max_model_len"),
         ([1, "a"], "integers"),
+        (["a", "b"], "one text, got a list of texts"),
+        ([{"role": "user", "content": "a"}], "got a conversation; LLM.chat and AsyncLLM.chat_tokens"),
     ],
-    ids=["no text", "no tokens", "high id", "low id", "beyond 64 bits", "too long", "not integers"],
+    ids=["no text", "no tokens", "high id", "low id", "beyond 64 bits", "too long", "not integers", "texts", "messages"],
 )
 def test_a_bad_request_fails_alone(llm: AsyncLLM, run: Run, prompt: Any, says: str) -> None:
     async def beside_a_good_one() -> Any:

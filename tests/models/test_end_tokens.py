@@ -12,15 +12,10 @@ import pytest
 from test_model_config import LLAMA
 
 from ridgeline.errors import ModelError
-from ridgeline.models.end_tokens import (
-    MAX_SETTINGS_BYTES,
-    directory_eos_token,
-    gguf_end_tokens,
-    hf_end_tokens,
-    read_settings,
-)
+from ridgeline.model_files import MOST_BYTES, read_json, read_settings
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import load_model_config, read_json
+from ridgeline.models.model_config import load_model_config
 from ridgeline.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -117,7 +112,7 @@ READERS = [
 def test_a_large_file_is_not_read(tmp_path: Path, load: Callable[[Path], object], name: str) -> None:
     """It would be in memory twice, and its values thirty times."""
     path = directory(tmp_path, config=LLAMA, generation_config={}, tokenizer_config={"eos_token": "<end>"}, tokenizer=VOCABULARY)
-    os.truncate(path / f"{name}.json", MAX_SETTINGS_BYTES + 1)       # without blocks on the disk
+    os.truncate(path / f"{name}.json", MOST_BYTES + 1)       # without blocks on the disk
     with pytest.raises(ModelError, match=rf"/{name}\.json: 67,108,865 bytes are more than such a file may have"):
         load(path)
 
@@ -134,7 +129,7 @@ def test_a_pipe_is_no_file_of_a_model(tmp_path: Path, load: Callable[[Path], obj
 
 def test_damaged_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON"):
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not valid JSON"):
         directory_eos_token(tmp_path)
 
 
@@ -142,7 +137,7 @@ def test_damaged_settings_are_named(tmp_path: Path) -> None:
 def test_half_a_surrogate_pair_is_named_in_one_line(tmp_path: Path, text: str) -> None:
     """The tokenizer's library raises UnicodeEncodeError for it, which was a traceback on the terminal."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": text}))
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON: .*surrogates not allowed"):
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not valid JSON: .*surrogates not allowed"):
         read_settings(tmp_path / "tokenizer_config.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "🙂"}))      # both halves
     assert read_settings(tmp_path / "tokenizer_config.json") == {"eos_token": "🙂"}

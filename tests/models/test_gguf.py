@@ -299,7 +299,7 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read: Is a directory"):
         GGUFFile(tmp_path)
     assert "the file is empty" in refusal(tmp_path / "model.gguf", b"")
-    assert "not a GGUF file" in refusal(tmp_path / "model.gguf", b"GGUF")
+    assert "version needs 4 bytes at byte 4, but the file ends at 4" in refusal(tmp_path / "model.gguf", b"GGUF")
     assert "not a GGUF file" in refusal(tmp_path / "model.gguf", u64(12) + b'{"a": "safetensors"}')
     with GGUFFile(write_gguf(tmp_path / "model.gguf", {}, BASE)) as file:
         with pytest.raises(ModelError, match=r"^model\.gguf: no tensor c\.weight among its 2 tensors$"):

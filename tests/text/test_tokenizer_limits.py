@@ -45,6 +45,11 @@ def charsmap(longest: int) -> dict[str, Any]:
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
 
 
+def unigram(pieces: list[str]) -> dict[str, Any]:
+    """The library takes 350 bytes for each byte of a piece, and frees a piece of megabytes by recursion until it crashes."""
+    return {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], *([piece, -1.0] for piece in pieces)]}
+
+
 def template(pieces: int, ids: int) -> dict[str, Any]:
     """A post-processor that puts `pieces` times `ids` tokens before a text."""
     known = {"a": {"id": "a", "ids": [0] * ids, "tokens": ["a"] * ids}}
@@ -59,7 +64,10 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
         ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 250_000_000}, "merges": []}}, "250,000,00.; the model has 260 tokens"),
         ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**32 - 9}, "merges": []}}, "4,294,967,2..; the model has 260 tokens"),
         ({"added_tokens": added(256, [f"{n}" + "x" * 270 for n in range(8_000)])}, "bytes of text; at most"),
-        ({"added_tokens": added(256, ["x" * 5_000])}, "an added token has 5,000 bytes of text; at most 4,096"),
+        ({"added_tokens": added(256, ["x" * 5_000])}, "one of its added tokens has 5,000 bytes of text; at most 4,096"),
+        ({"added_tokens": added(256, ["x"] * 90_000)}, "90,000 added tokens; at most 80,000"),
+        ({"model": unigram(["a" * 4_000_000])}, "one of its model's tokens has 4,000,000 bytes"),
+        ({"model": unigram([f"{n:04}" * 900 for n in range(2_000)])}, "its model's tokens have 7,200,005 bytes of text"),
         ({"normalizer": {"type": "Sequence", "normalizers": [replace("a" * 1000)] * 3}}, "characters of one; at most 128"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFD"}] * 20_000}}, "normalizer has 20,001 steps"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [{"type": "NFD"}] * 99}] * 9}},
@@ -72,7 +80,8 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
         ({"decoder": {"type": "Sequence", "decoders": [replace("a" * 1000)] * 3}}, "its decoder makes up to 1,000,000,000 ch"),
         ({"post_processor": {"type": "Sequence", "processors": [template(2_000, 500)] * 2}}, "adds 2,000,000 tokens to every"),
     ],
-    ids=["id", "largest id", "added tokens", "a long token", "three times a thousand", "normalizers", "nested normalizers",
+    ids=["id", "largest id", "added tokens", "a long token", "many tokens", "a long piece", "long pieces",
+         "three times a thousand", "normalizers", "nested normalizers",
          "pre-tokenizers", "decoders", "nothing replaced", "table", "byte levels", "decoder", "tokens around a text"],
 )
 def test_files_that_would_cost_too_much_are_refused(parts: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -28,6 +28,30 @@ DATASETS = {"random": "random", "prefix": "prefix", "prefix_repetition": "prefix
 BACKENDS = {"chat": CHAT, "openai-chat": CHAT, "completions": COMPLETIONS, "openai": COMPLETIONS, "vllm": COMPLETIONS}
 PROMPTS = 200                        # requests of a run, where nothing says how many
 WARM_UPS = 8
+_RECORD = "--out FILE writes the record, with --save-detailed every request's times"
+_PERCENTILES = "the record has P50, P90 and P99 of every figure"
+_SAMPLING = "give it as a field of every request: --extra-body JSON"
+_FILES = "requests of a data set are lines of a file: --dataset-path"
+# Of `vllm bench serve`, and what to use instead.
+_OTHERS = {
+    _RECORD: "--save-result --append-result --result-dir --result-filename",
+    _PERCENTILES: "--percentile-metrics --metric-percentiles",
+    _SAMPLING: "--top-p --top-k --min-p --logprobs",
+    _FILES: "--hf-name --hf-split --hf-subset --sharegpt-output-len --custom-output-len",
+    "no code of models is run": "--trust-remote-code",
+    "--model is the name": "--served-model-name",
+    "use `ridgeline diagnose URL`": "--profile",
+    "the server must be ready: /health says so": "--ready-check-timeout-sec",
+}
+
+
+class _Elsewhere(argparse.Action):
+    """An option that is not here says what to use instead, its `const`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        raise ConfigError(f"{option_string} is not an option here: {self.const}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", default="", metavar="URL",
                         help="address of an OpenAI-compatible server, such as http://127.0.0.1:8000; also: --base-url")
     parser.add_argument("--base-url", "--url", default="", help=argparse.SUPPRESS)   # as in vllm and `ridgeline chat`
+    parser.add_argument("--host", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="", help="the served model's name (default: the first that the server lists)")
     parser.add_argument("--backend", choices=BACKENDS, help="default: completions; chat if the prompts are messages or turns")
     parser.add_argument("--endpoint", help="path, if it is neither /v1/chat/completions nor /v1/completions")
@@ -45,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="of every request (default: 0, greedy)")
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help="default: on for generated prompts")
     parser.add_argument("--tokenizer", help="directory or .gguf file; needed if the server has neither /tokenize nor usage")
+    for instead, names in _OTHERS.items():
+        parser.add_argument(*names.split(), nargs="*", action=_Elsewhere, const=instead, dest="elsewhere",
+                            default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     _add_load(parser)
     _add_prompts(parser)
     group = parser.add_argument_group("figures")
@@ -197,6 +226,10 @@ class Plan:
 
 
 def _address(args: argparse.Namespace) -> str:
+    if (args.host or args.port) and (args.url or args.base_url):
+        raise ConfigError(f"{args.url or args.base_url} and --host or --port are two addresses; give one")
+    if args.host or args.port:                           # vllm's defaults
+        return f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
     found = str(args.url or args.base_url)
     if args.url and args.base_url and args.url != args.base_url:
         raise ConfigError(f"{args.url} and --base-url {args.base_url} are two addresses; give one")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,18 +32,28 @@ def local_models() -> list[LocalModel]:
         folder = snapshot(repo)
         if folder is None:
             continue
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        modified = max((path.stat().st_mtime for path in files), default=folder.stat().st_mtime)
+        files = _files(folder)
         if (folder / "config.json").is_file():
-            partial = "" if any(path.suffix == ".safetensors" for path in files) else "no weights"
-            found.append(LocalModel(repo, folder, sum(path.stat().st_size for path in files), modified, partial))
+            partial = "" if any(name.endswith(".safetensors") for name in files) else "no weights"
+            modified = max((stat.st_mtime for stat in files.values()), default=0.0)
+            found.append(LocalModel(repo, folder, sum(stat.st_size for stat in files.values()), modified, partial))
         else:
-            for first, parts in gguf_groups(path.relative_to(folder).as_posix() for path in files).items():
-                stats = [(folder / part).stat() for part in parts]
+            for first, parts in gguf_groups(files).items():
+                stats = [files[part] for part in parts]
                 lacks = len(missing_parts(parts))
                 note = f"{lacks} of {len(parts) + lacks} parts are missing" if lacks else ""
                 size, modified = sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
                 found.append(LocalModel(f"{repo}:{first}", folder / first, size, modified, note))
+    return found
+
+
+def _files(folder: Path) -> dict[str, os.stat_result]:
+    """By name. A download moves and removes files meanwhile."""
+    found = {}
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            if path.is_file():
+                found[path.relative_to(folder).as_posix()] = path.stat()
     return found
 
 

@@ -45,7 +45,8 @@ from ridgeline.engine.ipc import (
     Switched,
     Vocabulary,
 )
-from ridgeline.errors import BadRequest, NotNow, Overloaded, RidgelineError
+from ridgeline.errors import BadRequest, NotNow, Overloaded, RidgelineError, shown
+from ridgeline.known_options.python_names import ASYNC_METHODS
 from ridgeline.messages import Request
 from ridgeline.metrics import ServingMetrics
 from ridgeline.resolve import model_path
@@ -84,6 +85,11 @@ class AsyncLLM:
         self._processor: Processor | None = None           # None: not loaded yet
         self._starting = asyncio.Lock()
         self._loading_tokenizer = asyncio.Lock()         # another lock: start() holds its own while the tokenizer is loaded
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of vLLM's class that are not here say what to use instead."""
+        instead = f": {ASYNC_METHODS[name]}" if name in ASYNC_METHODS else ""
+        raise AttributeError(f"AsyncLLM has no {name}{instead}")
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -218,7 +224,10 @@ class AsyncLLM:
         """
         arrived = arrived or time.monotonic()
         await self.start()
-        params = (sampling_params or self.get_default_sampling_params()).clone()         # checked again: callers change fields
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
+        params = params.clone()                          # checked again: callers change fields
         if params.truncate_prompt_tokens is None:        # else a long prompt is cut
             for prompt in prompts:
                 self._limits.check(prompt)

@@ -228,6 +228,11 @@ def _token_ids(given: Any) -> list[int]:
         given = given.tolist()
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
         raise BadRequest(f"a prompt must be a text, a list of token ids or a dict of either; got {shown(given)}")
+    if len(given) and isinstance(given[0], str):
+        raise BadRequest("a prompt must be one text, got a list of texts; give each by itself", field=PROMPT)
+    if len(given) and isinstance(given[0], dict):
+        message = "a prompt must be a text or token ids, got a conversation; LLM.chat and AsyncLLM.chat_tokens take messages"
+        raise BadRequest(message, field=PROMPT)
     return plain_token_ids(PROMPT, given)
 
 

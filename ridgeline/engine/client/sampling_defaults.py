@@ -13,8 +13,8 @@ from typing import Any
 
 from ridgeline.config import ModelOptions
 from ridgeline.errors import BadRequest, ConfigError, ModelError
+from ridgeline.model_files import read_json
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import read_json
 from ridgeline.sampling_params import SamplingParams
 
 # generation_config.json's names -> ours

@@ -28,6 +28,12 @@ class Doubts:
     def __init__(self) -> None:
         self._failures: dict[bytes, _Failures] = {}      # by model; the newest last
 
+    def sent(self, model: bytes, now: float) -> None:
+        """It gets a request. Others do not follow one that tries it."""
+        found = self._failures.get(model)
+        if found is not None and found.count >= IN_A_ROW and now >= found.until:
+            found.until = now + DOUBT_SECONDS
+
     def failed(self, model: bytes, now: float) -> None:
         """It had a request and gave it no answer, or refused it as perhaps no other does."""
         found = self._failures.pop(model, None) or _Failures()

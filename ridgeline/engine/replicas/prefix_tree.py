@@ -12,6 +12,7 @@ many as the cache holds.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -29,8 +30,9 @@ GROWTH = 8                           # each confirmed hit raises a shrunken limi
 Chain = Sequence[int]                # the hashes of a prompt's chunks, each of its chunk and all before it
 
 
-def chain_of(text: bytes, root: int = 0, size: int = CHUNK, most: int = MOST_BYTES) -> list[int]:
-    """Only whole chunks: a part of one would not be found again when the conversation grows. `root`: the node before them."""
+def chain_of(text: bytes, root: int = 0, size: int = CHUNK, most: int = sys.maxsize) -> list[int]:
+    """Only whole chunks, `most` of them: a part of one would not be found again when the conversation grows. `root`: the node
+    before them."""
     chain, last = [], root
     for start in range(0, min(len(text) - size + 1, most * size), size):
         last = hash((last, text[start : start + size]))

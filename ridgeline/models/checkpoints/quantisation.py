@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from ridgeline.errors import MOST_SHOWN, ModelError, shown
 from ridgeline.models.checkpoints import awq, compressed_tensors, fp8_checkpoints, gptq, modelopt, small_dialects
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe, Section
 from ridgeline.models.end_tokens import language_model
+from ridgeline.models.gguf import shortened
 
 READERS: dict[str, Callable[[Section], Quantisation]] = {
     "compressed-tensors": compressed_tensors.read,
@@ -126,6 +128,19 @@ def _header_of(path: Path) -> tuple[dict[str, Any], int]:
 
 def _too_many(where: Path, count: str) -> ModelError:
     return ModelError(f"{where}: {count}; at most {MAX_TENSORS:,} tensors are read, and {MAX_HEADER_VALUES:,} numbers about them")
+
+
+class Unchanged:
+    """A mapped file as it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._opened = path, path.stat()
+
+    def check(self) -> None:
+        with suppress(OSError):                          # a file that was deleted or replaced stays mapped as it was
+            now = self._path.stat()
+            if os.path.samestat(now, self._opened) and now.st_size < self._opened.st_size:
+                raise shortened(self._path.name, self._opened.st_size, now.st_size)
 
 
 def other_dtypes(headers: Mapping[str, str], dtype: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ridgeline.errors import ModelError, shown
+from ridgeline.errors import MOST_SHOWN, ModelError, shown
 from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3, YOUTU
 from ridgeline.models.families.ernie import ERNIE, ERNIE_MOE
 from ridgeline.models.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
@@ -177,7 +177,7 @@ WHOLE = frozenset({"Blip", "CLIP", "Idefics", "jais"})
 
 def _reason(architecture: object) -> str:
     """By names of config.json and of GGUF files, which have their own capitals and hyphens."""
-    if not isinstance(architecture, str):
+    if not isinstance(architecture, str) or len(architecture) > MOST_SHOWN:      # of megabytes, each look takes a second
         return ""
     if refused := _refusal(architecture) or _other_head(architecture):
         return refused

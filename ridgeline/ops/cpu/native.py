@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,7 +145,9 @@ def library() -> Any:
 
 def if_built() -> Any:
     """The same, but nothing is compiled for it: for what an engine on a GPU can do without."""
-    return library() if path().is_file() else None
+    with suppress(ConfigError):                          # of the cache directory, which `library` tells where it is needed
+        return library() if path().is_file() else None
+    return None
 
 
 def level() -> str:

@@ -128,4 +128,6 @@ def _knows(compiler: str, level: Level, folder: Path) -> bool:
 def _run(compiler: str, arguments: list[str], what: str) -> None:
     done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"{compiler} failed on {what}: {(done.stderr.strip() or '?').splitlines()[0]}")
+        lines = (done.stderr.strip() or "?").splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0])     # an assembler first says that it has messages
+        raise BuildError(f"{compiler} failed on {what}: {reason}")

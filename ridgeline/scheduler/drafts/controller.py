@@ -320,9 +320,8 @@ class Controller:
             return False
         own = width[offers.places]
         gained = self._honesty.share * float((offers.chances * (np.arange(offers.chances.shape[1]) < own[:, None])).sum())
-        table = self.times.table(self.times.bound(count, 1 + int(width.max())), rows.keys)
-        place = min(int(table.sizes.searchsorted(count + int(width.sum()))), len(table.sizes) - 1)
-        gain = (1 + gained / count) * self.pace.ahead.seconds(count, rows.keys) / float(table.seconds[place])
+        seconds = self.times.drafted(count, count + int(width.sum()), 1 + int(width.max()), rows.keys)
+        gain = (1 + gained / count) * self.pace.ahead.seconds(count, rows.keys) / seconds
         return since * _OFF_COST >= self._search.off_run * (1 - 1 / gain)
 
     def _could_pay(self, rows: DecodingRows) -> bool:
@@ -471,10 +470,10 @@ class Controller:
         since = self._step - search.last_off
         if not self._adaptive or since < OFF_SOON or since % search.doubt:
             return
-        if times.seconds(rows, keys) <= _DOUBTFUL * times.took(rows, tokens, queries, keys):
+        if times.seconds(rows, keys) <= _DOUBTFUL * times.drafted(rows, tokens, queries, keys):
             search.doubt = OFF_SOON
         else:
-            search.off_left, search.doubt = search.off_run, min(2 * search.doubt, _OFF_LATEST)
+            search.off_left, search.doubt = search.off_run, min(2 * search.doubt, _OFF_LATEST // 2)      # before they are anyway
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
         if (small := self._small) is not None and result.typical:

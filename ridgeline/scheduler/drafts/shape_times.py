@@ -160,13 +160,8 @@ class ShapeTimes:
         """Of each row, in a step in which all have drafts."""
         return self._drafted[-1] // rows if self._graphs is None else min(most_queries(rows), self._drafted[-1] // rows)
 
-    def drafted(self, rows: int, queries: int, keys: int) -> float:
-        """Of a step in which each row has `queries` queries."""
-        table = self.table(self.bound(rows, queries), keys)
-        return float(table.seconds[min(int(np.searchsorted(table.sizes, rows * queries)), len(table.sizes) - 1)])
-
-    def took(self, rows: int, tokens: int, queries: int, keys: int) -> float:
-        """A step like this one, which ran."""
+    def drafted(self, rows: int, tokens: int, queries: int, keys: int) -> float:
+        """Of a step with drafts: `tokens` in all, at most `queries` of a row."""
         table = self.table(self.bound(rows, queries), keys)
         return float(table.seconds[min(int(table.sizes.searchsorted(tokens)), len(table.sizes) - 1)])
 

@@ -108,8 +108,10 @@ class SmallModel(RowByRow):
     def _could_pay(self, rows: int, keys: int, times: ShapeTimes, own: float) -> bool:
         """Would any number of drafts pay if all were right? `own`: seconds of a pass."""
         off = times.seconds(rows, keys)
-        widths = range(1, 1 + min(self._most, times.most_queries(rows) - 1))
-        return any(times.drafted(rows, 1 + width, keys) + width * own < (1 + width) * off / _GAIN for width in widths)
+        return any(
+            times.drafted(rows, rows * each, each, keys) + (each - 1) * own < each * off / _GAIN         # queries of a row
+            for each in range(2, 2 + min(self._most, times.most_queries(rows) - 1))
+        )
 
     def _can_afford(self, sequence: Sequence, seconds: float) -> bool:
         took = self._missing(sequence) * self._token_seconds() + _PROBED * self.pass_seconds(1)

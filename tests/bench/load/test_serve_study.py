@@ -117,6 +117,13 @@ def test_the_address_may_be_given_as_vllm_does() -> None:
     serve_options.add_arguments(parser)
     for words in (["http://127.0.0.1:1"], ["--base-url", "http://127.0.0.1:1"], ["--url", "http://127.0.0.1:1"]):
         assert serve_options.plan(parser.parse_args(words)).args.url == "http://127.0.0.1:1"
+    assert serve_options.plan(parser.parse_args(["--host", "h", "--port", "9"])).args.url == "http://h:9"
+    assert serve_options.plan(parser.parse_args(["--host", "h"])).args.url == "http://h:8000"
+    for words in (["--percentile-metrics", "ttft,tpot"], ["--save-result"], ["--top-p=0.9"]):
+        with pytest.raises(ConfigError, match=f"^{words[0].partition('=')[0]} is not an option here: "):
+            parser.parse_args(["http://127.0.0.1:1", *words])
+    with pytest.raises(ConfigError, match="and --host or --port are two addresses"):
+        serve_options.plan(parser.parse_args(["http://127.0.0.1:1", "--port", "2"]))
     with pytest.raises(ConfigError, match="give the address of a server: ridgeline bench serve http"):
         serve_options.plan(parser.parse_args([]))
     with pytest.raises(ConfigError, match="are two addresses; give one"):

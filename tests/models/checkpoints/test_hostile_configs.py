@@ -20,9 +20,10 @@ from test_model_config import GGUF, LLAMA
 from tiny_configs import BASE, CHECKPOINTS
 
 from ridgeline.errors import ModelError
+from ridgeline.model_files import MAX_DEPTH
 from ridgeline.models.checkpoints import quantisation
 from ridgeline.models.config_fields import MAX_LAYERS
-from ridgeline.models.model_config import MAX_DEPTH, hf_model_config, load_model_config
+from ridgeline.models.model_config import hf_model_config, load_model_config
 from ridgeline.models.weights import open_checkpoint
 
 WORDS = "a" * 5_000

@@ -41,6 +41,11 @@ def test_names_that_newer_transformers_have_are_refused_for_a_reason() -> None:
     assert [name for name, reason in reasons.items() if reason not in refusal(f"{name}ForCausalLM")] == []
 
 
+def test_a_name_of_megabytes_is_not_looked_for() -> None:
+    """Each family's look at 60 MB took a second, and there are eighty."""
+    assert " is not supported; supported: " in refusal("Mamba" * 1_000)
+
+
 def test_every_gguf_name_of_ours_is_llama_cpps() -> None:
     ours = {name for family in FAMILIES for name in (family.gguf, *family.gguf_also) if name}
     assert ours <= set(gguf.MODEL_ARCH_NAMES.values())

@@ -283,6 +283,19 @@ def test_without_a_compiler_the_error_is_one_line(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"false failed on \w+\.c"):
         native.build()
     assert not list(tmp_path.glob("native*"))
+    compiler = tmp_path / "cc"                           # on a full disk
+    compiler.write_text("#!/bin/sh\necho 'a.s: Assembler messages:\na.s: Fatal error: No space left on device' >&2; exit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(ConfigError, match=r"a\.s: Fatal error: No space left on device$"):
+        native.build()
+
+
+def test_without_a_cache_directory_an_engine_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native_build, "file_name", lambda: "native-other.native")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "file" / "cache"))
+    assert native.if_built() is None
 
 
 def test_an_engine_compiles_what_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

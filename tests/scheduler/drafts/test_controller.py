@@ -676,6 +676,25 @@ def test_first_steps_that_are_slow_do_not_make_drafts_pay_for_long(rows: int) ->
     assert run.run(400).rate >= 0.98 * expected_rate(rows, 0.3, 0, as_measured)
 
 
+def test_steps_without_drafts_are_doubted_again_after_doubts_in_vain() -> None:
+    """After six in vain there was none any more."""
+    slow = 2.0
+
+    def times(rows: int, tokens: int, queries: int, context: int) -> float:
+        return as_measured(rows, tokens, queries, context) * (slow if queries == 1 else 1.0)
+
+    run = Dial(8, 0.9, times, careful, GRAPHS)
+    run.run(1500)
+    slow = 1.0
+    run.run(1000)
+    slow, count = 2.0, len(run.widths)
+    while run.controller._search.off_left or 0 not in run.widths[count:]:
+        run.run(1)
+    slow, count = 1.0, len(run.widths)
+    run.run(32)
+    assert 0 in run.widths[count + 8 :]
+
+
 def test_times_are_told_for_the_keys_of_the_step() -> None:
     """Where many requests end at once, steps with drafts and without are both told for what is left."""
     times = ShapeTimes(careful, GRAPHS)
@@ -684,7 +703,7 @@ def test_times_are_told_for_the_keys_of_the_step() -> None:
         times.observe(64, 256, 4, 510_000, 30e-3)
     fewer = 2e-8 * (510_000 - 300_000)
     for keys, seconds in ((510_000, 30e-3), (300_000, 30e-3 - fewer), (510_000, 30e-3)):
-        assert times.took(64, 256, 4, keys) == pytest.approx(seconds)
+        assert times.drafted(64, 256, 4, keys) == pytest.approx(seconds)
         assert np.frombuffer(times.tables([4], keys).seconds)[times.table(4, keys).sizes == 256] == pytest.approx(seconds)
         assert times.seconds(64, keys) == pytest.approx(seconds - 10e-3)
 

@@ -1,0 +1,67 @@
+"""Reads a small file of a model: its settings in JSON, its tokenizer, its templates.
+
+A directory from elsewhere must not fill the memory or wait for ever: only regular files are read, up to a bound. Every failure is
+a ModelError of one line. Files that the user names are read by `user_files`, weights by `models/weights.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import ModelError
+
+MOST_BYTES = 64 << 20                # JSON becomes objects of up to thirty times its size. Gemma's tokenizer.json has 33 MB
+MAX_DEPTH = 64                       # of objects and lists in a config; those of models have less than ten
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")   # half of a pair, in JSON
+
+
+def require_file(file: Path) -> None:
+    """ModelError for a pipe or a device, which opening or reading could wait for for ever, and for one that is too large. A file
+    that is not there passes."""
+    if not file.exists():
+        return
+    if not file.is_file():
+        raise ModelError(f"{file}: not a regular file")
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise ModelError(f"{file}: {size:,} bytes are more than such a file may have ({MOST_BYTES:,})")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a config: other code compares, copies and prints it."""
+    content = _read(file)
+    if _is_deep(content):
+        raise ModelError(f"{file} is nested more than {MAX_DEPTH} deep")
+    return content
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The JSON object in a file that a model may lack: of its tokenizer, or its index; empty without it."""
+    return _read(file) if file.exists() else {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    require_file(file)
+    try:
+        content = file.read_bytes()
+        value = json.loads(content.decode("utf-8-sig"))  # of bytes, json takes halves of pairs, and UTF-16
+        if _SURROGATE.search(content):                   # half a pair is no character, and no text that a tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not valid JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _is_deep(content: Any) -> bool:
+    """Whether what compares, copies or prints it could run out of stack."""
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        inside = [each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [each for each in inside if isinstance(each, (dict, list))]
+    return bool(level)
