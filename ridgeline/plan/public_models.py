@@ -371,9 +371,9 @@ def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:
     return _plain(table_name(served) or served) == _plain(model.name)
 
 
-# What names have behind the model's own: "-Instruct", "-it-0324", and the active parameters of a mixture, "-A22B".
-_ENDS = re.compile(r"(-(instruct|chat|it|hf))?(-\d{4})?$|-a\d+b(?=$|-(instruct|chat|it|hf|\d{4}))")
+# What names have around the model's own: "Meta-", "-Instruct", "-it-0324", "-v0.3", the active parameters of a mixture ("-A22B").
+_AROUND = re.compile(r"^meta-|(-(instruct|chat|it|hf))?(-\d{4}|-v0\.\d)?$|-a\d+b(?=$|-(instruct|chat|it|hf|\d{4}))")
 
 
 def _plain(name: str) -> str:
-    return "".join(character for character in _ENDS.sub("", name.lower().rpartition("/")[2]) if character.isalnum())
+    return "".join(character for character in _AROUND.sub("", name.lower().rpartition("/")[2]) if character.isalnum())

@@ -172,7 +172,16 @@ def test_models_are_those_that_are_benchmarked(name: str) -> None:
 
 
 def test_models_are_found_by_name_file_and_spelling(tmp_path: Path) -> None:
-    assert find_model("meta-llama/Llama-3.1-8B-Instruct").name == "llama-3.1-8b"
+    for name, known in (
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("google/gemma-3-4b-it", "gemma-3-4b"), ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("qwen3-235b", "qwen3-235b-a22b"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+    ):
+        assert find_model(name).name == known
+    for other in ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen2.5-7B-Instruct-AWQ"):
+        with pytest.raises(ConfigError, match="neither a config"):
+            find_model(other)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"quantization_config": {"quant_method": "fp8"}}))
     assert find_model(str(path)).config == find_model(str(tmp_path)).config == find_model("qwen3-8b").config
