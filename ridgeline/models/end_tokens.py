@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ridgeline.errors import ModelError
 from ridgeline.model_files import read_settings
 
 # GGUF files seldom declare the end of a turn: tokens with these names end it, whatever the file's end-of-sequence id is.
@@ -17,6 +18,7 @@ END_OF_TURN = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> </s> <eos> "
     "<｜end▁of▁sentence｜>".split()
 )
+MAX_END_TOKENS = 10_000              # that a config lists; models have up to ten, and 64 MiB of them take minutes
 _NORMAL = 1                          # GGUF's type of an ordinary token
 _SENTENCEPIECE_EOS = 2               # where a file is too old to say
 
@@ -56,7 +58,8 @@ def hf_end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], eos_
     scheduler has a table by id."""
     inner = language_model(config) or {}
     size = inner.get("vocab_size", config.get("vocab_size"))
-    listed = [*_ids(config), *_ids(inner), *_ids(generation), *([] if eos_token is None else [eos_token])]
+    own = [] if eos_token is None else [eos_token]
+    listed = [*_ids(config, "config.json"), *_ids(inner, "config.json"), *_ids(generation, "generation_config.json"), *own]
     return _unique([each for each in listed if not _is_id(size) or each < size])
 
 
@@ -81,8 +84,10 @@ def directory_eos_token(directory: Path) -> int | None:
     return place if _is_id(place) else None
 
 
-def _ids(fields: Mapping[str, Any]) -> list[int]:
+def _ids(fields: Mapping[str, Any], file: str) -> list[int]:
     value = fields.get("eos_token_id")
+    if isinstance(value, list) and len(value) > MAX_END_TOKENS:
+        raise ModelError(f"{file}: eos_token_id lists {len(value):,} tokens; at most {MAX_END_TOKENS:,} are read")
     return [each for each in (value if isinstance(value, list) else [value]) if _is_id(each)]
 
 

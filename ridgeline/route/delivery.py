@@ -38,11 +38,12 @@ MOST_REFUSAL = 2**16                 # bytes of an answer that is kept while oth
 REFUSAL_SECONDS = 5.0                # between the head of a refusal and its end: nothing is computed for it
 _EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
-# Perhaps of this replica alone: its model was changed, its engine fails, or it has another key. Idle as it is, it would be chosen
-# again and again. But it may be the request's mistake, so that no client can take replicas down by it.
 _KEYS = (401, 403)
-_PERHAPS = (*_KEYS, 404, 500)
-_RETRIED = (*_BUSY, 502, *_PERHAPS)
+# Perhaps of this replica alone: its model was changed, its engine fails, it has another key, does not know the name by which the
+# router calls it, or a proxy in front of it answers. Idle as it is, it would be chosen again and again. But it may be the
+# request's mistake, so that no client can take replicas down by it.
+_OF_REPLICA = (*_KEYS, 404, 405, 407, 421)
+_OF_REQUEST = (200, 504)             # an answer, and the end of its time: to ask another would take as long again
 # Of one connection, not of the answer; and those that the router writes itself.
 _NOT_PASSED = frozenset({
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"te", b"trailer", b"upgrade",
@@ -50,6 +51,11 @@ _NOT_PASSED = frozenset({
 })
 _NO_REASON = "a replica refused the request, and its reason is too long to be passed on, or did not come"
 _BROKEN = "the replica that wrote this answer has failed, and the answer cannot be continued exactly; send the request again"
+
+
+def _is_perhaps(status: int) -> bool:
+    """Whether it may be of the replica alone: also a redirection, and what only proxies say."""
+    return status in _OF_REPLICA or not (status in (*_OF_REQUEST, *_BUSY, 502) or 400 <= status < 500)
 
 
 class AnswerCut(Exception):
@@ -104,7 +110,7 @@ class Delivery:
         return AnswerEvents(self._request.hide_usage, self._request.is_exact, self._request.one_choice)
 
     async def _give_up(self, tried: Collection[int]) -> None:
-        if self.started or self._refusal is None or self._refusal[0] not in _PERHAPS:
+        if self.started or self._refusal is None or not _is_perhaps(self._refusal[0]):
             self._fleet.counts["broken_streams" if self.started else "refused"] += 1
         if self.started:
             await self.end_with_error(503, _BROKEN, "service_unavailable_error", "replica_failed")
@@ -141,7 +147,9 @@ class Delivery:
                     await self._stream(replica, answer, ticket)
                     return True
                 self._stay()
-                if answer.status not in _RETRIED:
+                if answer.status == 200 and answer.media_type == b"text/html":
+                    raise ReplicaFailure("it answers with a page for browsers")      # of a proxy: a login, or a maintenance
+                if answer.status not in (*_BUSY, 502) and not _is_perhaps(answer.status):
                     await self._whole(replica, answer, ticket)
                     return True
                 await self._refused(replica, answer)
@@ -217,7 +225,11 @@ class Delivery:
         # A busy one's words go first: that another has no such model or key is no answer for the fleet.
         if self._refusal is None or self._refusal[0] not in _BUSY or answer.status in _BUSY:
             self._refusal = refusal
-        if answer.status == 500 or (answer.status in _KEYS and replica.upstream.key):
+        if answer.status in (*_KEYS, 404):
+            is_told = answer.status in _KEYS and bool(replica.upstream.key)
+        else:
+            is_told = _is_perhaps(answer.status)
+        if is_told:
             request_id = self._request.request_id.decode("latin-1")
             logger.warning("%s answers %d to request %s", replica.url, answer.status, request_id)
         elif answer.status == 502:

@@ -1357,6 +1357,33 @@ def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(
     checker.close()
 
 
+@pytest.mark.reliability("S-09e")
+@pytest.mark.parametrize(("busy", "turns"), [(1, [2.0, 4.0]), (2, [2.0, 4.0, 8.0]), (9, [2.0, 4.0, 8.0])])
+def test_a_grammar_that_had_no_processor_gets_longer_turns(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, busy: int, turns: list[float]
+) -> None:
+    """Beside processes that leave a tenth of a CPU, two seconds are too short for a large grammar, however often it is tried."""
+    checker, asked = GrammarChecker(tokenizer, seconds=2.0), list[float]()
+
+    def compiled(given: StructuredOutputs, seconds: float, try_seconds: float = 0.0) -> Any:
+        if try_seconds:
+            return None
+        asked.append(seconds)
+        if len(asked) <= busy:
+            raise grammar_check._NoProcessor("the machine is too busy to compile a grammar", 2.0)
+        return grammar_check._Verdict("")
+
+    monkeypatch.setattr(checker, "_compile", compiled)
+    outcome = checker.check_soon(StructuredOutputs(regex="b"))
+    if busy < len(turns):
+        outcome.result(60)
+    else:
+        with pytest.raises(Overloaded, match="too busy"):
+            outcome.result(60)
+    assert asked[1:] == turns[1:] and asked[0] <= turns[0]       # of the first, what it has waited is taken off
+    checker.close()
+
+
 class Asleep:
     """Replaces the time module where threads wait for their turn: only sleeping takes time, a millisecond at least."""
 

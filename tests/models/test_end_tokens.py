@@ -153,3 +153,12 @@ def test_settings_that_are_not_utf_8_are_named_in_one_line(tmp_path: Path, conte
         assert "\n" not in str(caught.value)
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf{}")                # a mark at the beginning is harmless
         assert read(tmp_path / name) == {}
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_a_list_of_ends_without_end_is_refused(config: bool) -> None:
+    """64 MiB of them took minutes, three times in a start."""
+    many = {"eos_token_id": [1] * 20_000}
+    file = "config.json" if config else "generation_config.json"
+    with pytest.raises(ModelError, match=f"^{file}: eos_token_id lists 20,000 tokens; at most 10,000 are read$"):
+        hf_end_tokens(many if config else {}, {} if config else many, None)

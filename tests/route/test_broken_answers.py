@@ -88,6 +88,7 @@ NO_ANSWERS: dict[str, tuple[bytes, bool]] = {
     "a coding that is none": (JSON + b"transfer-encoding: xchunked\r\n\r\n" + SAYS, True),
     "a body for 204": (b"HTTP/1.1 204 No Content\r\n\r\n" + SAYS, False),
     "a body for 304": (b"HTTP/1.1 304 Not Modified\r\n" + sized(SAYS), False),
+    "a page for browsers": (OK + b"content-type: text/html; charset=utf-8\r\n" + sized(b"<html>sign in</html>"), False),
     "an end in the middle, no length": (JSON + b"\r\n" + SAYS[:-5], True),
     "a stream without an event": (EVENTS + CHUNKED + b"0\r\n\r\n", True),
     "a stream without an event, no length": (EVENTS + b"\r\n", True),

@@ -116,9 +116,10 @@ def test_a_refused_request_goes_to_another_replica(status: int) -> None:
     routed(test, FakeReplica(), FakeReplica())
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 500])
+@pytest.mark.parametrize("status", [401, 403, 404, 500, 302, 405, 421, 520])
 def test_what_one_replica_cannot_answer_another_may(status: int) -> None:
-    """One with another model or key, or a broken engine, is healthy and idle: it was given half of all requests, failing them."""
+    """One with another model or key, a broken engine, or a proxy in front of it that redirects is healthy and idle: it was given
+    half of all requests, failing them."""
     async def test(router: Router, *replicas: FakeReplica) -> None:
         bad = first_of(router)
         replicas[bad].behaviours = [Behaviour(status=status)]

@@ -4,7 +4,8 @@ The compiler runs in a process of its own (grammar/compile_worker) with limits o
 refused; other requests are not affected. Verdicts are cached, so a grammar that is used again costs nothing here.
 
 That process runs at a lower CPU priority than token generation. So there are two limits. A grammar that needs too much CPU time
-is refused, and remembered. One that is not ready in time because other processes had the CPUs only fails its request, for now.
+is refused, and remembered. One that is not ready in time because other processes had the CPUs waits for another turn, which is
+twice as long; after the longest turn it fails its request, for now.
 
 Each new grammar is first tried with a little CPU time, which is enough for nearly all. Those that need more wait until every new
 one was tried. While requests generate, both kinds get only a share of the CPUs, the slow ones the smaller: they compete for
@@ -35,7 +36,8 @@ from ridgeline.text.tokenizer import Tokenizer
 
 logger = get_logger("grammars")
 
-COMPILE_SECONDS = 2.0                # wall-clock time after which a client is told that the machine is too busy
+COMPILE_SECONDS = 2.0                # wall-clock time of a grammar's first turn; on busy CPUs it gets further ones, …
+_MOST_SECONDS = 8.0                  # … each twice as long, up to this: small grammars may wait for one turn
 _CPU_PART = 0.75                     # of it, the CPU time that one grammar may take: less, so that it ends first on a free CPU
 # Until the process is ready: half a second, but 3 s of CPU time with xgrammar, of which a busy machine gives it a tenth.
 # A limit that such a machine exceeds would end a healthy process, and the next one after it.
@@ -165,8 +167,14 @@ class GrammarChecker:
             self._wait_for_turn(waiting, self._allowance)
             if not waiting.is_left:
                 # The time spent waiting for its turns is part of its limit.
-                left = self._seconds - (time.monotonic() - waiting.begun)
+                left = self._seconds - (time.monotonic() - waiting.begun) if waiting.turn == 1 else waiting.turn * self._seconds
                 self.check(waiting.asked, max(left, self._seconds - _TURN_SECONDS - _TRY_TURN_SECONDS))
+        except _NoProcessor as error:
+            waiting.turn *= 2
+            if waiting.turn * self._seconds > _MOST_SECONDS:
+                waiting.end(error)
+            else:
+                self._turns.submit(self._take_long, waiting)     # behind those that have waited for their first turn
         except Exception as error:
             waiting.end(error)
         else:
@@ -188,7 +196,7 @@ class GrammarChecker:
         if try_seconds and answer.verdict in ("late", "busy"):
             return None
         if answer.verdict == "busy":
-            raise NotNow("the machine is too busy to compile a grammar; try again later", self._seconds)
+            raise _NoProcessor("the machine is too busy to compile a grammar; try again later", self._seconds)
         if answer.verdict == "killed":
             raise TryAgain("the process that compiled the grammar was killed; try again later", self._seconds)
         if answer.verdict in ("good", "refused"):
@@ -225,6 +233,10 @@ class GrammarChecker:
             compiler.end()
 
 
+class _NoProcessor(NotNow):
+    """Other processes had the CPUs: the grammar used less CPU time than it may."""
+
+
 class _Waiting:
     """A grammar without a verdict, and the request that waits for it."""
 
@@ -234,6 +246,7 @@ class _Waiting:
         self.asked = asked
         self.others_generate = others_generate
         self.begun = 0.0                                 # when its first try began, by time.monotonic()
+        self.turn = 1                                    # how many times as long as the first its turn is
         self._outcome = outcome
         self._until = until                              # by time.monotonic()
 
