@@ -294,6 +294,8 @@ class Batch:
 def sampling_params(record: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
     given = {name: value for name, value in record.items() if name not in _OTHERS and name not in _PROMPTS}
     unknown = sorted(given.keys() - _SAMPLING)
+    if "body" in unknown and "custom_id" in unknown:      # of OpenAI's batches and `vllm run-batch`
+        raise BadRequest("this is a request of OpenAI's batch files: give the fields of its body, and custom_id as id")
     if unknown:
         raise BadRequest(f"unknown field {unknown[0]!r}; a line has {', '.join(_PROMPTS)}, id and sampling parameters")
     if isinstance(given.get("stop"), str):

@@ -300,13 +300,14 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
         {"prompt_token_ids": [99999], "id": "range"},
         {"prompt": "x" * CONTEXT, "id": "long"},
         {"prompt": "abc", "stop": "zzz", "id": ["list"]},
+        {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}, "id": "batch"},
         *[{"prompt": f"number {n}", "id": f"n{n}", **common} for n in range(20)],
     ])
     target = tmp_path / "out.jsonl"
     assert generate(source, target, model, "--max-tokens", "7") == 0
-    assert capsys.readouterr().err.endswith("23 answered, 9 failed, 0 already answered before\n")
+    assert capsys.readouterr().err.endswith("23 answered, 10 failed, 0 already answered before\n")
     records = {json.dumps(record["id"]) + ("!" if "error" in record else ""): record for record in read_lines(target)}
-    assert len(records) == 32
+    assert len(records) == 33
     offline = LLM(model, load_format="dummy", num_gpu_blocks_override=600)
     expected = offline.generate(["abc"], SamplingParams(temperature=0, ignore_eos=True, max_tokens=5), use_tqdm=False)
     assert records['"first"']["outputs"][0]["text"] == expected[0].outputs[0].text
@@ -316,7 +317,8 @@ def test_generate_answers_every_line(model: Path, tmp_path: Path, capsys: pytest
     assert len(records["77"]["outputs"][0]["logprobs"]) == 3
     assert records['"n3"']["usage"]["completion_tokens"] == 7
     errors = {"5!": "line 5", "6!": "'temprature'", '"empty"!': "empty", '"nothing"!': "exactly one", '"typed"!': "float",
-              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '13!': "id must be"}
+              '"first"!': "earlier line", '"range"!': "99999", '"long"!': "max_model_len", '13!': "id must be",
+              '"batch"!': "its body"}
     for name, says in errors.items():
         assert says in records[name]["error"]
 
