@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("output", metavar="OUTPUT.jsonl", type=Path, help="a line per answer, as they finish")
     parser.add_argument("--model", default="", help="name in the HF cache, directory or .gguf file; default: the embedded model")
-    add_sampling_options(parser)
+    add_sampling_options(parser, DEFAULTS["max_tokens"])
     add_engine_options(parser)
 
 

@@ -18,9 +18,11 @@ _FIELDS: dict[str, tuple[type, str]] = {
 }
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """`max_tokens`: what the command takes where neither it nor the model says a length."""
+    group = parser.add_argument_group("sampling", "what is not given is the model's own default")
     for name, (kind, help) in _FIELDS.items():
+        help += f" (default: the model's, or {max_tokens})" if name == "max_tokens" else ""
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(
             flag, dest=f"sampling_{name}", type=kind, metavar=kind.__name__.upper(), help=help, default=argparse.SUPPRESS

@@ -136,7 +136,8 @@ def test_every_option_says_what_it_does(command: str) -> None:
     ("command", "option", "said"),
     [("bench soak", "--minutes", "10"), ("bench idle", "--batch", "1 256"), ("bench serve", "--request-rate", "inf"),
      ("bench frontend", "--rate", "20000 30000 40000"), ("eval", "--tokens", "2048"), ("bench serve", "--max-concurrency", ""),
-     ("bench serve", "--model", "the first that the server lists")],
+     ("bench serve", "--model", "the first that the server lists"), ("chat", "--max-tokens", "the model's, or 1024"),
+     ("generate", "--max-tokens", "the model's, or 256")],
 )
 def test_help_says_an_option_s_default_once(command: str, option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -230,6 +230,17 @@ def test_a_name_that_no_hub_takes_is_not_called_a_missing_network() -> None:
     assert done.returncode == 2 and "is not a name on the Hugging Face hub" in done.stderr and len(done.stderr) < 1_000
 
 
+def test_ctrl_c_stops_a_download_as_it_stops_other_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", stopped)
+    assert main(["pull", "mine/model", "--quiet"]) == 130
+    assert capsys.readouterr().err == "the same command again resumes\nstopped\n"
+
+
 def test_without_a_network_there_is_one_line() -> None:
     done = ridgeline("http://127.0.0.1:9", "pull", "a/b")
     assert done.returncode == 2 and "http://127.0.0.1:9 cannot be reached" in done.stderr and done.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ import argparse
 import os
 
 from ridgeline.cli.chat.conversation import Conversation
-from ridgeline.cli.chat.local_model import LocalModel
+from ridgeline.cli.chat.local_model import MAX_TOKENS, LocalModel
 from ridgeline.cli.chat.remote_model import RemoteModel
 from ridgeline.cli.config_options import add_engine_options, add_model, engine_config
 from ridgeline.cli.sampling_options import add_sampling_options, sampling_given
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", "--base-url", default="", metavar="URL",
                         help="talk to a running OpenAI-compatible server, such as http://127.0.0.1:8000, no model is loaded; "
                              "MODEL is then its model (default: the first). RIDGELINE_API_KEY or OPENAI_API_KEY holds the key")
-    add_sampling_options(parser)
+    add_sampling_options(parser, MAX_TOKENS)
     add_engine_options(parser)
 
 

@@ -72,7 +72,8 @@ def pull(name: HubName, revision: str | None, quiet: bool) -> Path:
     except ModelError:
         raise
     except KeyboardInterrupt:
-        raise ModelError("stopped; run the same command again to resume") from None
+        print("the same command again resumes", file=sys.stderr)
+        raise
     except Exception as error:                           # of three libraries, none of which promises its types
         raise ModelError(explained(name, revision, error)) from None
     return Path(paths[0]) if wanted[0].endswith(".gguf") else Path(paths[-1]).parents[wanted[-1].count("/")]
