@@ -14,6 +14,7 @@ from typing import Any
 from ridgeline.errors import ModelError
 
 MOST_BYTES = 64 << 20                # JSON becomes objects of up to thirty times its size. Gemma's tokenizer.json has 33 MB
+MOST_VALUES = 1 << 23                # of one: 20 million empty lists took a minute. 262,144 tokens and their merges are 2 million
 MAX_DEPTH = 64                       # of objects and lists in a config; those of models have less than ten
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")   # half of a pair, in JSON
 
@@ -46,6 +47,9 @@ def _read(file: Path) -> dict[str, Any]:
     require_file(file)
     try:
         content = file.read_bytes()
+        values = sum(map(content.count, (b",", b"[", b"{")))
+        if values > MOST_VALUES:
+            raise ModelError(f"{file}: more than {MOST_VALUES:,} values")
         value = json.loads(content.decode("utf-8-sig"))  # of bytes, json takes halves of pairs, and UTF-16
         if _SURROGATE.search(content):                   # half a pair is no character, and no text that a tokenizer takes
             json.dumps(value, ensure_ascii=False).encode()

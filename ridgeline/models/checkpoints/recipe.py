@@ -199,6 +199,9 @@ EMBEDDING = r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddin
 HEAD = r"(.*\.)?lm_head"
 
 
+MOST_NAMES = 1 << 17                 # of modules in one list; every expert of a trillion parameters has 70,000
+
+
 class Section:
     """A part of config.json, read key by key. What was not read is refused by name."""
 
@@ -239,6 +242,8 @@ class Section:
         value = self.of(name, (list, tuple), ()) or ()
         if not all(isinstance(each, str) for each in value):
             raise self.error(name, value, "must be a list of names")
+        if len(value) > MOST_NAMES:
+            raise self.error(name, value, f"must list at most {MOST_NAMES:,} names, and lists {len(value):,}")
         return list(value)
 
     def section(self, name: str) -> Section | None:

@@ -22,6 +22,7 @@ from tiny_configs import BASE, CHECKPOINTS
 from ridgeline.errors import ModelError
 from ridgeline.model_files import MAX_DEPTH
 from ridgeline.models.checkpoints import quantisation
+from ridgeline.models.checkpoints.recipe import MOST_NAMES
 from ridgeline.models.config_fields import MAX_LAYERS
 from ridgeline.models.model_config import hf_model_config, load_model_config
 from ridgeline.models.weights import open_checkpoint
@@ -225,3 +226,10 @@ def test_an_index_is_counted_before_its_files_are_looked_for(files: int, tmp_pat
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
     with pytest.raises(ModelError, match=f"index.json has {len(listed):,} tensors in {files:,} files"):
         open_checkpoint(tmp_path)
+
+
+def test_modules_that_are_left_out_are_counted() -> None:
+    """A million of them took a start minutes."""
+    many = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["m"] * (MOST_NAMES + 1)}
+    with pytest.raises(ModelError, match="at most 131,072 names, and lists 131,073"):
+        hf_model_config(LLAMA | {"quantization_config": many}, {})
