@@ -11,7 +11,7 @@ from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.linear import Placement
 from ridgeline.ops.experts.expert_codes import fits
 from ridgeline.ops.experts.matrices import Matrices, numbers
-from ridgeline.ops.experts.packed_matrices import pack_experts, packs_experts, placeholder
+from ridgeline.ops.experts.packed_matrices import pack_experts, packed_bytes, packs_experts, placeholder
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.process.log import get_logger
@@ -24,6 +24,7 @@ logger = get_logger("layers")
 
 NAMES = ("gate_up", "down")
 SUFFIXES = {WEIGHT: "", SCALE: "_scale", ZERO: "_zero"}
+PACKED = {WEIGHT: "codes", SCALE: "scale", ZERO: "zero"}     # the names of the same in a PackedWeight
 
 
 class ExpertWeights(nn.Module):
@@ -48,12 +49,6 @@ class ExpertWeights(nn.Module):
         def parameter(*shape: int, dtype: torch.dtype = place.dtype) -> nn.Parameter:
             return nn.Parameter(new((number, *shape), dtype=dtype, device=place.device), requires_grad=False)
 
-        for name, shape in self.shapes.items():
-            if self.scheme is None:
-                setattr(self, name, parameter(*shape))
-                continue
-            for spec in self._specs().values():
-                setattr(self, name + SUFFIXES[spec.name], parameter(*spec.shape(*shape), dtype=torch_dtype(spec.dtype)))
         self.packed: dict[str, PackedWeight] = {}
         if self.scheme is not None and self._packs(place.device):
             # While kernels are collected, before the weights are loaded.
@@ -64,6 +59,19 @@ class ExpertWeights(nn.Module):
                     torch_dtype(self._specs()[SCALE].dtype),
                 ) for name, shape in self.shapes.items()
             }
+        for name, shape in self.shapes.items():
+            if self.scheme is None:
+                setattr(self, name, parameter(*shape))
+                continue
+            needed = packed_bytes(self.packed[name]) if name in self.packed else {}
+            for spec in self._specs().values():
+                stored, dtype = (number, *spec.shape(*shape)), torch_dtype(spec.dtype)
+                size_here = math.prod(stored) * dtype.itemsize
+                # Codes are packed where they lie. Packed into other memory they would leave theirs as a hole: a segment of the
+                # allocator in whose last bytes a bias lies is not given back.
+                memory = new(max(size_here, needed.get(PACKED[spec.name], 0)), dtype=torch.uint8, device=place.device)
+                made = memory[:size_here].view(dtype).view(stored)
+                setattr(self, name + SUFFIXES[spec.name], nn.Parameter(made, requires_grad=False))
         self.gate_up_bias = parameter(2 * size) if bias else None
         self.down_bias = parameter(hidden) if bias else None
 
@@ -178,20 +186,17 @@ class ExpertWeights(nn.Module):
         return all(torch.equal(zero, zero.round()) and bool((zero.abs() < 128).all()) for zero in zeros)
 
     def _pack(self) -> None:
-        """One matrix after the other, so that few codes are there twice."""
         assert self.scheme is not None
         for name in NAMES:
-            scale, zero = getattr(self, name + SUFFIXES[SCALE]).data, getattr(self, name + SUFFIXES[ZERO], None)
+            stored = {key: getattr(self, name + suffix).data for key, suffix in SUFFIXES.items() if hasattr(self, name + suffix)}
             packed = pack_experts(
-                getattr(self, name).data, scale, None if zero is None else zero.data, kind=self.scheme.format.grid,
-                gated=name == "gate_up",
+                stored[WEIGHT], stored[SCALE], stored.get(ZERO), kind=self.scheme.format.grid, gated=name == "gate_up",
+                rooms={PACKED[key]: _memory(tensor) for key, tensor in stored.items()},
             )
             self.packed[name] = packed
             for key, tensor in ((WEIGHT, packed.codes), (SCALE, packed.scale), (ZERO, packed.zero)):
                 if tensor is not None:
                     setattr(self, name + SUFFIXES[key], nn.Parameter(tensor, requires_grad=False))
-            if packed.device.type == "cuda":
-                torch.cuda.empty_cache()                 # the codes' memory has another size: parts of it would lie idle
 
     # ── use ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -232,6 +237,11 @@ class ExpertWeights(nn.Module):
     def expert_bytes(self) -> int:
         """Of one expert on this rank: what a step reads if a token has chosen it."""
         return sum(parameter.nbytes for parameter in self.parameters()) // max(1, self.here.filled)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """All bytes of the memory at whose beginning it lies."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _group(format: WeightFormat) -> int:

@@ -16,7 +16,9 @@ from quantised_models import BLOCK_FORMATS, SIZES, random_blocks, random_stored
 from safetensors.torch import load_file, save_file
 from tiny_models import save_checkpoint
 
+from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.distributed.comm import Communicator
+from ridgeline.layers import expert_weights
 from ridgeline.models.checkpoints.gguf_formats import FORMATS
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.checkpoints.quantisation_check import quantised_memory
@@ -29,6 +31,7 @@ from ridgeline.ops.packed.block_weight import packed_numbers
 from ridgeline.ops.packed.expand_room import ExpandRoom
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.ops.rms_norm import rms_norm_reference
+from ridgeline.quant.choose import schemes
 from ridgeline.quant.format import Scales, WeightFormat, common, made_format
 from ridgeline.quant.four_bits import FourBits, four_bits
 from ridgeline.quant.packed import Packed, _holds, _in_place, stayed
@@ -201,3 +204,28 @@ def test_dummy_weights_with_offsets_are_kept_as_those_of_files_are(name: str) ->
     four = four_bits(weight)
     assert four is not None and not _holds(four, False)
     assert expand(weight, torch.float32).mean().abs() < 0.2 * expand(weight, torch.float32).std()
+
+
+def test_experts_of_a_layer_are_packed_into_the_memory_of_their_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,880 inputs are 3,072 of a packed matrix: memory for these is taken before loading, and nothing is left behind."""
+    monkeypatch.setattr(expert_weights, "packs_experts", lambda *shapes: True)
+    path = write_shape(
+        "gpt-oss-20b", 1, hidden_size=64, intermediate_size=96, num_local_experts=5, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, vocab_size=64,
+    )
+    config = load_model_config(path)
+    formats = LinearFormats(config, "none", "cuda", 1)
+    model = Decoder(config, Communicator(), torch.float32, "cpu", 64, schemes(formats, Unquantised(), ExpandRoom()))
+    load_weights(model, path, config, "dummy", finish=False)
+    layer = next(module for module in model.modules() if isinstance(module, expert_weights.ExpertWeights))
+    names = ("gate_up", "gate_up_scale", "down", "down_scale")
+    before = {name: getattr(layer, name) for name in names}
+    packed, layer.packed = layer.packed, {}
+    numbers = layer.numbers()                            # of the codes as stored
+    layer.packed = packed
+    layer.finish()
+    for name in names:
+        after = getattr(layer, name)
+        assert after.data_ptr() == before[name].data_ptr() and after.nbytes > before[name].nbytes
+        assert after.untyped_storage().nbytes() == after.nbytes
+    assert all(torch.equal(layer.numbers()[name], numbers[name]) for name in numbers)

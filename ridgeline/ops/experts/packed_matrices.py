@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeline.ops.hopper import HAS_GLUON, is_hopper
 from ridgeline.ops.packed.packed_sizes import RUN, STRIP, TILE, keeps_bytes, packs
-from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight, expanded, pack
+from ridgeline.ops.packed.packed_weight import BYTE_SCALES, STRIPS_AT_ONCE, PackedWeight, expanded, pack, scale_dtype
 
 _TENSORS = ("codes", "scale", "zero", "outer")
 
@@ -26,21 +26,47 @@ def packs_experts(gate_up: tuple[int, int], down: tuple[int, int], group: int, d
     return multiplies_packed(dtype, device) and aligned and packs(*gate_up, group, gated=True) and packs(*down, group)
 
 
-def pack_experts(codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, kind: str, gated: bool) -> PackedWeight:
-    """codes [experts, outputs, inputs / 2], scale and zero [experts, outputs, groups], numbers in 16 bits or scales as bytes."""
+def pack_experts(
+    codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, kind: str, gated: bool, rooms: dict[str, Tensor] | None = None
+) -> PackedWeight:
+    """codes [experts, outputs, inputs / 2], scale and zero [experts, outputs, groups], numbers in 16 bits or scales as bytes.
+
+    `rooms`: by name ("codes", "scale", "zero") the memory that the tensors given lie in, at its beginning, as bytes. What fits is
+    packed into it. Packed tensors are larger, so the last expert comes first: it is written behind all that is still to be read."""
+    if scale.dtype == torch.float32:
+        scale = scale.to(scale_dtype(scale))             # one for all experts
     made: PackedWeight | None = None
     whole = True
-    for expert in range(len(codes)):
-        one = pack(codes[expert], scale[expert], None if zero is None else zero[expert], kind=kind, gated=gated)
+    read = {"codes": codes, "scale": scale, "zero": zero}
+    outputs = codes.shape[1]
+    at_once = max(1, STRIPS_AT_ONCE * STRIP // outputs) if outputs % STRIP == 0 else 1
+    for stop in range(len(codes), 0, -at_once):
+        some = slice(max(0, stop - at_once), stop)
+        rows = (None if tensor is None else tensor[some].flatten(0, 1) for tensor in read.values())
+        packed = pack(*rows, kind=kind, gated=gated, matrices=stop - some.start)
+        new = {name: tensor.view(stop - some.start, -1, *tensor.shape[1:]) for name, tensor in _tensors(packed).items()}
         if made is None:
-            made = replace(one, **{
-                name: tensor.new_empty((len(codes), *tensor.shape)) for name, tensor in _tensors(one).items()
+            made = replace(packed, **{
+                name: _place(tensor, read.get(name), len(codes), (rooms or {}).get(name)) for name, tensor in new.items()
             })
-        for name, tensor in _tensors(one).items():
-            getattr(made, name)[expert] = tensor
-        whole = whole and one.whole_zeros
+        for name, tensor in new.items():
+            getattr(made, name)[some] = tensor
+        whole = whole and packed.whole_zeros
     assert made is not None
     return replace(made, whole_zeros=whole)
+
+
+def _place(packed: Tensor, read: Tensor | None, experts: int, room: Tensor | None) -> Tensor:
+    """For all experts, of which `packed` has some: in `room` where it fits and does not overwrite an expert that is read later."""
+    each = packed[0].nbytes
+    if room is None or read is None or read[0].nbytes > each or experts * each > room.nbytes:
+        return packed.new_empty((experts, *packed.shape[1:]))
+    return room[: experts * each].view(packed.dtype).view(experts, *packed.shape[1:])
+
+
+def packed_bytes(weight: PackedWeight) -> dict[str, int]:
+    """Of a placeholder's tensors, by name."""
+    return {name: tensor.numel() * tensor.itemsize for name, tensor in _tensors(weight).items()}
 
 
 def placeholder(

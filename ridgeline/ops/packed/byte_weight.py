@@ -22,7 +22,7 @@ from ridgeline.ops.packed.packed_weight import (
     _from_pairs,
     _padded,
     _pairs,
-    _scale_dtype,
+    scale_dtype,
     strip_order,
 )
 from ridgeline.ops.quantised.expand import QuantisedWeight
@@ -36,7 +36,7 @@ def holds_bytes(weight: QuantisedWeight, gated: bool = False) -> bool:
     outputs, inputs, group, scale = len(weight.weight), weight.inputs, weight.block[1], weight.scale
     if not group:
         return packs_rows(outputs, inputs, gated)
-    return packs(outputs, inputs, group, gated) and torch.equal(scale.to(_scale_dtype(scale)).to(scale.dtype), scale)
+    return packs(outputs, inputs, group, gated) and torch.equal(scale.to(scale_dtype(scale)).to(scale.dtype), scale)
 
 
 def pack_bytes(weight: QuantisedWeight, gated: bool = False) -> PackedWeight:
@@ -57,7 +57,7 @@ def pack_bytes(weight: QuantisedWeight, gated: bool = False) -> PackedWeight:
         # strip, upper half of the outputs, r, tile, word, upper half of 16 inputs, t, odd input
         parts = (padded.view(torch.uint8) ^ 128).view(-1, 2, 8, tiles, 4, 2, 4, 2).permute(1, 0, 3, 2, 6, 4, 5, 7)
         low[here], high[here] = (parts[half].flatten(-2).contiguous().view(torch.int32).view(-1, tiles, 32, 4) for half in (0, 1))
-    dtype = _scale_dtype(scale)
+    dtype = scale_dtype(scale)
     pairs = _pairs(_padded(scale.to(dtype), order, tiles * TILE // group), group)
     return PackedWeight("int8", group, outputs, inputs, gated, low, pairs, None, True, dtype, outer, high, form=BYTES)
 

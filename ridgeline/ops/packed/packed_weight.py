@@ -20,6 +20,7 @@ beyond the inputs, that make padding nothing.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +30,7 @@ from ridgeline.ops.packed.expand_room import ExpandRoom
 from ridgeline.ops.packed.packed_sizes import GROUPS, RUN, STRIP, TILE, keeps_bytes, packs
 from ridgeline.ops.quantised.codes import e8m0_numbers
 
-STRIPS_AT_ONCE = 256                 # that are packed at a time: the intermediate words take 8 bytes for each code
+STRIPS_AT_ONCE = 1024                # that are packed at a time: what is made meanwhile takes some 2 bytes for each code
 KINDS = ("uint4", "e2m1")
 BYTE_SCALES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "float8_e4m3fn"}     # dtypes of scales that may stay bytes
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -68,11 +69,12 @@ class PackedWeight:
 
 def pack(
     codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, kind: str = "uint4", gated: bool = False,
-    outer: Tensor | None = None,
+    outer: Tensor | None = None, matrices: int = 1,
 ) -> PackedWeight:
     """From the canonical form. Bytes stay bytes (`keeps_bytes`). Other scales are kept in 16 bits: bfloat16 and float16 as they
-    are, others as bfloat16 where that changes none of them, else as float16."""
-    outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+    are, others as bfloat16 where that changes none of them, else as float16. `matrices`: the rows are those of several, each a
+    whole number of strips, and so are the strips; the sizes are those of one."""
+    outputs, inputs = codes.shape[0] // matrices, 2 * codes.shape[1]
     group = inputs // scale.shape[1]
     if kind not in KINDS or not packs(outputs, inputs, group, gated) or (zero is not None and kind != "uint4"):
         raise ValueError(f"no packed form for {kind} codes of {outputs} x {inputs} with groups of {group}")
@@ -84,8 +86,10 @@ def pack(
     is_byte = keeps_bytes(kind, BYTE_SCALES.get(scale.dtype, ""), group)
     if not is_byte:
         scale = scale_numbers(scale)
-    dtype = scale.dtype if is_byte else _scale_dtype(scale)
+    dtype = scale.dtype if is_byte else scale_dtype(scale)
     order = strip_order(outputs, gated).to(codes.device)
+    if matrices > 1:
+        order = (order + outputs * torch.arange(matrices, device=codes.device)[:, None]).flatten()
     strips = len(order) // STRIP
     tiles = -(-inputs // RUN) * RUN // TILE
     packed = torch.empty((strips, tiles, 32, 4), dtype=torch.int32, device=codes.device)
@@ -188,7 +192,7 @@ def scale_numbers(scale: Tensor) -> Tensor:
     return scale.to(torch.bfloat16) if scale.dtype in BYTE_SCALES else scale
 
 
-def _scale_dtype(scale: Tensor) -> torch.dtype:
+def scale_dtype(scale: Tensor) -> torch.dtype:
     if scale.dtype in (torch.bfloat16, torch.float16):
         return scale.dtype
     return torch.bfloat16 if torch.equal(scale.to(torch.bfloat16).to(scale.dtype), scale) else torch.float16
@@ -206,12 +210,20 @@ def _words(codes: Tensor, kind: str) -> Tensor:
     """bytes [16 strips, columns] -> words [strips, tiles, 32, 4]"""
     strips, tiles = len(codes) // STRIP, codes.shape[1] * 2 // TILE
     # strip, upper half of the outputs, r, tile, word, upper half of 16 inputs, t: a byte has the pair of inputs
-    parts = codes.view(strips, 2, 8, tiles, 4, 2, 4).permute(0, 3, 2, 6, 4, 5, 1).reshape(strips, tiles, 32, 4, 4).long()
-    words = torch.zeros(parts.shape[:-1], dtype=torch.int64, device=codes.device)
-    for number in range(4):
-        for half, values in enumerate((parts[..., number] & 15, parts[..., number] >> 4)):
-            words |= _placed(values, number, kind) << 16 * half
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    parts = codes.view(strips, 2, 8, tiles, 4, 2, 4).permute(0, 3, 2, 6, 4, 5, 1).reshape(strips, tiles, 32, 4, 4)
+    words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
+    for number, table in enumerate(_word_tables(kind, codes.device)):
+        words |= table.index_select(0, parts[..., number].flatten().int()).view(words.shape)
+    return words
+
+
+@functools.cache
+def _word_tables(kind: str, device: torch.device) -> tuple[Tensor, ...]:
+    """For each byte of a word, what each of its 256 values puts into the word."""
+    with torch.inference_mode(False):                    # kept, so that it can be used everywhere
+        byte = torch.arange(256)
+        words = (_placed(byte & 15, number, kind) | _placed(byte >> 4, number, kind) << 16 for number in range(4))
+        return tuple(torch.where(each >= 2**31, each - 2**32, each).to(torch.int32).to(device) for each in words)
 
 
 def _placed(values: Tensor, number: int, kind: str) -> Tensor:
