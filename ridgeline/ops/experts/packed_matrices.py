@@ -32,7 +32,8 @@ def pack_experts(
     """codes [experts, outputs, inputs / 2], scale and zero [experts, outputs, groups], numbers in 16 bits or scales as bytes.
 
     `rooms`: by name ("codes", "scale", "zero") the memory that the tensors given lie in, at its beginning, as bytes. What fits is
-    packed into it. Packed tensors are larger, so the last expert comes first: it is written behind all that is still to be read."""
+    packed into it. Packed tensors are larger, so the last expert comes first: it is written behind all that is still to be
+    read."""
     if scale.dtype == torch.float32:
         scale = scale.to(scale_dtype(scale))             # one for all experts
     made: PackedWeight | None = None
@@ -57,7 +58,7 @@ def pack_experts(
 
 
 def _place(packed: Tensor, read: Tensor | None, experts: int, room: Tensor | None) -> Tensor:
-    """For all experts, of which `packed` has some: in `room` where it fits and does not overwrite an expert that is read later."""
+    """For all experts, of which `packed` has some: in `room` where it fits and overwrites no expert that is read later."""
     each = packed[0].nbytes
     if room is None or read is None or read[0].nbytes > each or experts * each > room.nbytes:
         return packed.new_empty((experts, *packed.shape[1:]))
