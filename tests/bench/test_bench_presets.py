@@ -89,7 +89,8 @@ def test_sizes_of_the_workloads() -> None:
     assert max(token for prompt, _ in GPU_PRESETS["batch128"].requests(1, 500) for token in prompt) < 500
 
 
-MIXTURES = {"qwen3-30b-a3b": 30.532, "mixtral-8x7b": 46.703, "gpt-oss-20b": 20.915, "deepseek-v2-lite": 15.706}
+MIXTURES = {"qwen3-30b-a3b": 30.532, "mixtral-8x7b": 46.703, "gpt-oss-20b": 20.915, "gpt-oss-120b": 116.829,
+            "deepseek-v2-lite": 15.706}
 
 
 def test_shapes_are_the_public_models() -> None:

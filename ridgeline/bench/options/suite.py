@@ -46,10 +46,13 @@ SUITE: dict[str, Group] = {
     "qwen3-8b": Group("qwen3-8b", ("latency_b1", "batch128", "prefix")),
     "llama-3.1-70b": Group("llama-3.1-70b", ("latency_b1", "prefill_8k")),
     "gpt-oss-20b": Group("gpt-oss-20b", ("latency_b1", "batch128", "throughput")),
-    **{name: Group(name, ("latency_b1", "batch128")) for name in ("qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b")},
+    **{
+        name: Group(name, ("latency_b1", "batch128"))
+        for name in ("gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b")
+    },
     **{
         f"{name}-zipf": Group(f"{name}-zipf", ("latency_b1", "batch128"))
-        for name in ("gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b")
+        for name in ("gpt-oss-20b", "gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b")
     },
 }
 # Further commands that it runs, each with a record of this name.

@@ -85,6 +85,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
                          "original_max_position_embeddings": 4096},
     },
 }
+MIXTURES["gpt-oss-120b"] = MIXTURES["gpt-oss-20b"] | {"num_hidden_layers": 36, "num_local_experts": 128}
 # As NVIDIA's checkpoints say it.
 CODED: dict[str, dict[str, Any]] = {
     "llama-3.1-8b-nvfp4": DENSE["llama-3.1-8b"] | {
