@@ -34,7 +34,7 @@ from ridgeline.quant.scheme import Unquantised
 STUDIES = Path(__file__).parents[3] / "benchmarks/studies"
 ON_A_GPU = ("int4_linears/run", "int4_linears/gguf_run", "int4_linears/compile_times", "fp8_linears/run",
             "quantize_speed/on_a_gpu", "llm_compressor/on_a_gpu",
-            "experts/one_request", "experts/tiles", "latent/decode", "first_pass/run")
+            "experts/one_request", "experts/tiles", "latent/decode", "first_pass/run", "public_shapes/run")
 NARROW: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "vocab_size": 640, "bos_token_id": 1, "eos_token_id": 2,
