@@ -21,10 +21,10 @@ import torch
 
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.record import finish, record
-from ridgeline.bench.lab.temporary_folder import temporary_folder
 from ridgeline.distributed.time_collectives import ONE_SHOT
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import start_child
+from ridgeline.process.cold.temporary_folder import temporary_folder
 from ridgeline.report.columns import fitted
 from ridgeline.sizes.mesh_shape import ONE_SHOT_MOST
 

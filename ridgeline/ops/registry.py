@@ -24,7 +24,7 @@ from torch import Tensor
 from ridgeline.errors import ConfigError
 from ridgeline.metrics import HAPPENED
 from ridgeline.ops.direct_launch import direct
-from ridgeline.process import platform
+from ridgeline.process.cold.kernel_cache import choose_kernel_cache
 from ridgeline.process.head_start import hash_triton
 from ridgeline.process.log import get_logger
 from ridgeline.sizes.op_costs import DTYPE_BYTES, Case, Cost
@@ -38,8 +38,7 @@ R = TypeVar("R")
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None and (TRITON_INTERPRETED or torch.cuda.is_available())
 if HAS_TRITON:
-    # Compiled kernels are kept beside our other files: a container that keeps those starts warm.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(platform.cache_dir() / "triton"))
+    choose_kernel_cache()                                # before triton looks for it
     import triton
     import triton.language as tl
     from triton.experimental import gluon

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.gguf_shapes import MIXES, write_gguf_shape
-from ridgeline.bench.lab.temporary_folder import temporary_folder
+from ridgeline.process.cold.temporary_folder import temporary_folder
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "head_dim": 128,

@@ -23,6 +23,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.process import head_start, platform
 from ridgeline.process.children import child_environment, start_child
 from ridgeline.process.cold.fork_server import ForkServer
+from ridgeline.process.cold.kernel_cache import VARIABLE, choose_kernel_cache
 
 FEWEST_CORES = 4                     # on fewer, processes beside the imports only take their time
 A_WARM_CACHE = 8                     # entries of Triton's cache; a start of a model leaves a hundred
@@ -35,6 +36,8 @@ _compilers: ForkServer | None = None
 
 def begin(gpu: bool) -> None:
     global _compilers
+    if gpu and head_start.has_driver():
+        choose_kernel_cache()                            # the compilers get it with their environment
     cores = platform.granted_cores()
     if cores < FEWEST_CORES:
         return
@@ -74,7 +77,7 @@ def has_byte_code() -> bool:
 
 def kernel_folder() -> Path:
     """Triton's cache. ConfigError if there is no folder for it."""
-    return Path(os.environ.get("TRITON_CACHE_DIR") or platform.cache_dir() / "triton")
+    return Path(os.environ.get(VARIABLE) or platform.cache_dir() / "triton")
 
 
 def has_kernels() -> bool:

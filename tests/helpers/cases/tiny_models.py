@@ -30,13 +30,13 @@ from tiny_configs import (
 )
 from torch import Tensor
 
-from ridgeline.bench.lab.temporary_folder import temporary_folder
 from ridgeline.distributed.comm import Communicator
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config
 from ridgeline.models.weights import load_weights
+from ridgeline.process.cold.temporary_folder import temporary_folder
 
 # ---- families that transformers does not have ------------------------------------------------------------------------
 #

@@ -14,7 +14,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from ridgeline.bench.lab.temporary_folder import temporary_folder
+from ridgeline.process.cold.temporary_folder import temporary_folder
 folder = temporary_folder("ridgeline-ends-")
 (folder / "part").mkdir()
 if os.fork() == 0:
