@@ -15,7 +15,12 @@ unpacks its expert's weights in registers. Many tokens compute longer than that,
     computing   FLOPs · rows with padding / rows, at the rate of 4-bit linears
     tiles       of few tokens one for each pair; else pairs / rows of a tile, and half a tile for each expert
 
-The constants are facts of the kernels and of the chip. benchmarks/studies/experts has the op's times for 1 to 8,192 tokens.
+8-bit codes become 16-bit numbers in the tiles' kernels. Today's convert them one by one, and add up each group of inputs in a
+step of its own, which limits few tokens and many.
+
+The constants are facts of the kernels and of the chip. benchmarks/studies/experts has the op's times for 1 to 8,192 tokens. The
+constants of 8 bits and of int4 are from one mixture, Qwen3-30B-A3B in blocks of fp8 and in AWQ's int4
+(benchmarks/studies/public_shapes).
 """
 
 from __future__ import annotations
@@ -29,9 +34,17 @@ from ridgeline.models.expert_config import Experts
 TILED_COMPUTE = 0.75
 # An SM issues 128 lanes of instructions in a cycle, in which its matrix units could do 4,096 FLOPs of 16 bits.
 FLOPS_PER_LANE = 32
-INSTRUCTIONS = 8.0                   # for each weight that is unpacked, between 7 and 10 in the kernels' code
+INSTRUCTIONS = 8.0                   # for each weight that is unpacked, between 7 and 10 in the kernels' code for e2m1 …
+INT4_INSTRUCTIONS = 3.5              # … whose bits go to more places than those of a whole number
+CONVERTING = 13.5                    # as many instructions take as long as the conversion of an 8-bit code …
+CONVERTING_FEW = 28.0                # … and of few tokens, with the sums of groups
+EIGHT_BIT_TILES = 0.4                # of TILED_COMPUTE: products of codes wait for the scales of each step
 MOST_FEW = 8                         # tokens of which every pair of a token and an expert is a GEMV of its own
 RUN = 512                            # inputs of a matrix are padded to it
+
+
+def _visited(experts: Experts, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(experts.count * (1 - (1 - experts.used / experts.count) ** tokens))
 
 
 def packed_rows(pairs: np.ndarray, experts: int) -> np.ndarray:
@@ -48,8 +61,7 @@ def unpacked_weights(hidden: int, width: int) -> int:
 def tiles(experts: Experts, tokens: np.ndarray) -> np.ndarray:
     """Of a layer, if routing is even."""
     pairs = tokens * experts.used
-    visited = experts.count * (1 - (1 - experts.used / experts.count) ** tokens)
-    many = np.maximum(visited, pairs / packed_rows(pairs, experts.count) + experts.count / 2)
+    many = np.maximum(_visited(experts, tokens), pairs / packed_rows(pairs, experts.count) + experts.count / 2)
     return np.where(tokens <= MOST_FEW, pairs, many)
 
 
@@ -60,9 +72,16 @@ def work(experts: Experts, hidden: int, tokens: np.ndarray) -> tuple[np.ndarray,
     return count * unpacked_weights(hidden, experts.width), padded
 
 
-def unpacks_per_second(matrix_rate: float) -> float:
-    """Weights, from the chip's rate of dense 16-bit products."""
-    return matrix_rate / FLOPS_PER_LANE / INSTRUCTIONS
+def unpacks_per_second(matrix_rate: float, format: str) -> float:
+    """Weights of 4 bits, from the chip's rate of dense 16-bit products."""
+    return matrix_rate / FLOPS_PER_LANE / (INT4_INSTRUCTIONS if format == "int4" else INSTRUCTIONS)
+
+
+def conversions(experts: Experts, hidden: int, tokens: np.ndarray) -> np.ndarray:
+    """Instructions of a layer in which 8-bit codes become numbers: each tile converts its expert's weights."""
+    pairs = tokens * experts.used
+    many = np.maximum(_visited(experts, tokens), pairs / tile_rows(pairs, experts.count) + experts.count / 2) * CONVERTING
+    return np.where(tokens <= MOST_FEW, pairs * CONVERTING_FEW, many) * 3 * hidden * experts.width
 
 
 def tile_rows(pairs: np.ndarray, experts: int) -> np.ndarray:
@@ -75,8 +94,7 @@ def padded_rows(experts: Experts, tokens: np.ndarray) -> np.ndarray:
     """Rows that a layer computes for each that there is, if routing is even."""
     pairs = np.maximum(tokens * experts.used, 1)
     rows = tile_rows(pairs, experts.count)
-    visited = experts.count * (1 - (1 - experts.used / experts.count) ** tokens)
-    tiles = np.maximum(visited, pairs / rows + experts.count / 2)
+    tiles = np.maximum(_visited(experts, tokens), pairs / rows + experts.count / 2)
     return np.where(tokens <= MOST_FEW, 1.0, np.maximum(1.0, tiles * rows / pairs))
 
 

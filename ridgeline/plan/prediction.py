@@ -275,7 +275,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
             products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
         else:
             seconds = flops[:, EXPERTS] / (wide * constants.linear_compute * paced)      # codes become numbers (ops/experts)
-            products[:, EXPERTS] = _tiled_experts(setup, steps, bytes_read[:, EXPERTS] / reads[EXPERTS], seconds)
+            products[:, EXPERTS] = _tiled_experts(setup, steps, bytes_read[:, EXPERTS] / reads[EXPERTS], seconds, wide * paced)
         products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * kernel
     reads_kv, computes_kv = _kv_factors(setup)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
@@ -325,12 +325,18 @@ def _rate_kept(setup: Setup, steps: Steps, codes: int, format: str) -> np.ndarra
     return 1.0
 
 
-def _tiled_experts(setup: Setup, steps: Steps, reading: np.ndarray, computing: np.ndarray) -> np.ndarray:
-    """Seconds without the kernels' own, from those of reading the weights and of computing as dense GEMMs do."""
+def _tiled_experts(
+    setup: Setup, steps: Steps, reading: np.ndarray, computing: np.ndarray, rate: np.ndarray
+) -> np.ndarray:
+    """Seconds without the kernels' own, from those of reading the weights and of computing as dense GEMMs do. `rate`: of
+    matrices, in 16 bits."""
     used, experts, hidden = setup.used, sharded(setup.model.experts, setup.ranks), setup.model.config.hidden_size
     assert experts is not None
     computing = computing * expert_work.padded_rows(experts, steps.tokens) / expert_work.TILED_COMPUTE
     layers = steps.layers - setup.model.config.num_plain
+    if WEIGHT_FORMATS[setup.expert_weights].bits == 8:
+        converting = layers * expert_work.conversions(experts, hidden, steps.tokens) * expert_work.FLOPS_PER_LANE / rate
+        reading, computing = np.maximum(reading, converting), computing / expert_work.EIGHT_BIT_TILES
     moved = layers * expert_work.pair_bytes(experts, hidden, steps.tokens, WEIGHT_FORMATS[setup.dtype].bytes)
     return _both(reading, computing, used.overlap) + moved / (setup.device.bandwidth * used.linear_read)
 
@@ -342,7 +348,7 @@ def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: 
     unpacked, padded = expert_work.work(experts, hidden, steps.tokens)
     flops = steps.product_flops[:, EXPERTS]
     layers = flops / np.maximum(2 * 3 * hidden * experts.width * experts.used * steps.tokens, 1)     # the last has fewer tokens
-    unpacking = layers * unpacked / (expert_work.unpacks_per_second(wide) * paced)
+    unpacking = layers * unpacked / (expert_work.unpacks_per_second(wide, setup.expert_weights) * paced)
     reading = bytes_read / (setup.device.bandwidth * used.linear_read)
     computing = flops * padded / (wide * used.linear_compute * precision.CODE_COMPUTE[4] * paced)
     return _both(np.maximum(reading, unpacking), computing, used.overlap)
