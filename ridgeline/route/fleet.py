@@ -7,8 +7,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ridgeline.engine.replicas.fleet_report import FleetReply
 from ridgeline.engine.replicas.learned_times import mean_pace
 from ridgeline.engine.replicas.policies import Choice
 from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Usage
@@ -19,12 +21,13 @@ from ridgeline.metrics import FIRST_TOKEN_SECONDS, Histogram
 from ridgeline.process.children import erase_variable
 from ridgeline.route.replica import Replica
 from ridgeline.route.route_options import RouteOptions
-from ridgeline.route.upstream import Upstream
+from ridgeline.route.upstream import MOST_IDLE, Upstream
 from ridgeline.server.http.admission import HeldBodies, Slots
 from ridgeline.server.observe.prometheus import Families, Labels, written
 from ridgeline.version import __version__
 
 MOST_BODIES = 512 * 2**20            # bytes of all long bodies: each is kept until its answer is complete
+FILES = 3                            # of a request: its client, its replica, and a connection that another replica keeps idle
 LOOK_PAUSE = 5.0                     # times as long as the last checks out of turn took, until the next
 KEY_VARIABLE = "RIDGELINE_ROUTE_KEY"         # for all replicas; with _1, _2, … for one
 
@@ -50,9 +53,17 @@ class Fleet:
         self.deadlines = set[asyncio.Timeout]()          # of the requests that are under way
         self._look: asyncio.Future[None] | None = None   # checks of those that are down, out of turn
         self._next_look = 0.0
+        self.page: asyncio.Future[FleetReply] | None = None      # GET /fleet, while replicas are asked
         self.counts: Counter[str] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
         self.predicted_first_token = Histogram(FIRST_TOKEN_SECONDS)
+
+    def limit_connections(self, most: int) -> None:
+        """Clients' connections, as the limit on open files allows. Connections that are kept idle may be as many: where load
+        moves from some replicas to others, a router without a file would take that for failures of its replicas."""
+        self.options = replace(self.options, max_connections=most)
+        for each in self.replicas:
+            each.upstream.most_idle = min(MOST_IDLE, most // len(self.replicas))
 
     def usable(self, tried: Collection[int] = ()) -> list[int]:
         now = self.now()
@@ -110,6 +121,8 @@ class Fleet:
     def close(self) -> None:
         if self._look is not None:
             self._look.cancel()
+        if self.page is not None:
+            self.page.cancel()
         for each in self.replicas:
             each.upstream.close()
 
