@@ -13,6 +13,7 @@ from typing import Any
 from ridgeline.engine.replicas.fleet_report import FleetReply
 from ridgeline.engine.replicas.learned_times import mean_pace
 from ridgeline.engine.replicas.policies import Choice
+from ridgeline.engine.replicas.prefix_tree import MOST_NODES, PrefixTree
 from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Usage
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 from ridgeline.engine.replicas.silence import Patience
@@ -26,6 +27,7 @@ from ridgeline.server.http.admission import HeldBodies, Slots
 from ridgeline.server.observe.prometheus import Families, Labels, written
 from ridgeline.version import __version__
 
+MOST_NODES_IN_ALL = 4_000_000        # of all prefix trees, in about 600 MB
 MOST_BODIES = 512 * 2**20            # bytes of all long bodies: each is kept until its answer is complete
 FILES = 3                            # of a request: its client, its replica, and a connection that another replica keeps idle
 LOOK_PAUSE = 5.0                     # times as long as the last checks out of turn took, until the next
@@ -36,13 +38,13 @@ class Fleet:
     def __init__(
         self, urls: Sequence[str], options: RouteOptions, keys: Sequence[str] = (), now: Callable[[], float] = time.monotonic
     ) -> None:
-        habits, patience = Habits(), Patience()
+        habits, patience, most = Habits(), Patience(), min(MOST_NODES, MOST_NODES_IN_ALL // max(1, len(urls)))
         upstreams = [Upstream(url, key) for url, key in zip(urls, keys or [""] * len(urls), strict=True)]
         if len({each.url for each in upstreams}) < len(upstreams):
             raise ConfigError("two replicas have the same address")
         self.options = options
         self.now = now
-        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options, now) for each in upstreams]
+        self.replicas = [Replica(each, ReplicaLoad(habits, PrefixTree(most)), patience, options, now) for each in upstreams]
         self.choice = Choice(options.policy, [replica.load for replica in self.replicas])
         self.slots = Slots()
         self.slots.limit = options.max_queued_requests

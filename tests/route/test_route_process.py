@@ -13,6 +13,7 @@ import pytest
 from fake_replica import Behaviour, Call, FakeReplica, Router
 from test_delivery import CHAT, held, routed
 
+from ridgeline.engine.replicas.prefix_tree import MOST_NODES
 from ridgeline.errors import ConfigError
 from ridgeline.route.fleet import Fleet, replica_keys
 from ridgeline.route.route_options import RouteOptions
@@ -170,3 +171,10 @@ def test_idle_connections_leave_files_for_the_others() -> None:
         assert router.fleet.replicas[0].upstream.most_idle == MOST_IDLE
 
     routed(test, FakeReplica(), FakeReplica())
+
+
+def test_the_prefix_trees_of_many_replicas_are_bounded_together() -> None:
+    """Those of fifty replicas took 1.5 GB."""
+    for count, most in ((1, MOST_NODES), (20, MOST_NODES), (50, 80_000)):
+        fleet = Fleet([f"http://10.0.0.{number}:8000" for number in range(count)], RouteOptions())
+        assert {each.load.tree.limit for each in fleet.replicas} == {most}
