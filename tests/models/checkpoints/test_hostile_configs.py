@@ -9,21 +9,26 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf_writer import Typed, write_gguf
 from quantised_models import DIALECTS
 from test_model_config import GGUF, LLAMA
 from tiny_configs import BASE, CHECKPOINTS
 
+from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ModelError
 from ridgeline.model_files import MAX_DEPTH
+from ridgeline.models import weights
 from ridgeline.models.checkpoints import quantisation
 from ridgeline.models.checkpoints.recipe import MOST_NAMES
 from ridgeline.models.config_fields import MAX_LAYERS
+from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import hf_model_config, load_model_config
 from ridgeline.models.weights import open_checkpoint
 
@@ -233,3 +238,37 @@ def test_modules_that_are_left_out_are_counted() -> None:
     many = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["m"] * (MOST_NAMES + 1)}
     with pytest.raises(ModelError, match="at most 131,072 names, and lists 131,073"):
         hf_model_config(LLAMA | {"quantization_config": many}, {})
+
+
+def large_header(folder: Path, count: int) -> Path:
+    """A checkpoint of so many tensors that no model has."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    header = {f"t.{number}.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(count)}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return folder
+
+
+def test_of_many_unknown_tensors_a_few_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 524,000 that a file may have took 20 s of a start: half of them to find out that the model has none of them."""
+    monkeypatch.setattr(weights, "MOST_UNKNOWN", 50)
+    looked, pieces_of = list[str](), weights.Renamer.pieces_of
+
+    def counted(self: weights.Renamer, name: str) -> list[str] | None:
+        looked.append(name)
+        return pieces_of(self, name)
+
+    monkeypatch.setattr(weights.Renamer, "pieces_of", counted)
+    with pytest.raises(ModelError, match=r"tensors that the model of config\.json does not know: t\.0\.weight.* and 46 more"):
+        config = load_model_config(large_header(tmp_path, 99))
+        weights.load_weights(Decoder(config, Communicator(), torch.float32, "cpu", 32), tmp_path, config)
+    assert len(looked) == 50
+
+
+def test_a_tensor_that_is_in_a_file_twice_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    text = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(12))
+    with pytest.raises(ModelError, match=r"model\.safetensors"), open_checkpoint(tmp_path) as source:
+        source.tensors["a"] = replace(source.tensors["a"], shape=(3,))
+        source.read("a", None)
