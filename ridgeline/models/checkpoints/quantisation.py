@@ -6,7 +6,6 @@ The headers of the weight files say what configs leave open: the dtype of scales
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 
 from ridgeline.errors import MOST_SHOWN, ModelError, shown
+from ridgeline.model_files import read_json
 from ridgeline.models.checkpoints import awq, compressed_tensors, fp8_checkpoints, gptq, modelopt, small_dialects
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe, Section
 from ridgeline.models.end_tokens import language_model
@@ -63,10 +63,7 @@ def read_quantisation(
     found = raw.get("quantization_config") or inner or raw.get("compression_config")
     name = f"{where}: quantization_config"
     if found is None and directory is not None and (directory / MODELOPT_FILE).is_file():
-        try:
-            found = json.loads((directory / MODELOPT_FILE).read_text(encoding="utf-8")) | {"quant_method": "modelopt"}
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise ModelError(f"{directory / MODELOPT_FILE} cannot be read: {error}") from None
+        found = read_json(directory / MODELOPT_FILE) | {"quant_method": "modelopt"}
         name = MODELOPT_FILE
     if _is_mlx(raw, found):
         raise ModelError(f"{where}: quantization: checkpoints of MLX are not supported; serve the model's 16-bit checkpoint with "

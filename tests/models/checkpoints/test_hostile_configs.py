@@ -9,6 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,17 @@ from gguf_writer import Typed, write_gguf
 from quantised_models import DIALECTS
 from test_model_config import GGUF, LLAMA
 from tiny_configs import BASE, CHECKPOINTS
+from torch import Tensor
 
+from ridgeline.choices import draft_checkpoint
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ModelError
-from ridgeline.model_files import MAX_DEPTH
+from ridgeline.model_files import MAX_DEPTH, MOST_BYTES
 from ridgeline.models import weights
-from ridgeline.models.checkpoints import quantisation
-from ridgeline.models.checkpoints.recipe import MOST_NAMES
+from ridgeline.models.checkpoints import quantisation, small_dialects
+from ridgeline.models.checkpoints.canonical import NF4, canonical, matrix_shape
+from ridgeline.models.checkpoints.quantised_source import _naming
+from ridgeline.models.checkpoints.recipe import MOST_NAMES, Section
 from ridgeline.models.config_fields import MAX_LAYERS
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import hf_model_config, load_model_config
@@ -272,3 +277,56 @@ def test_a_tensor_that_is_in_a_file_twice_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.safetensors"), open_checkpoint(tmp_path) as source:
         source.tensors["a"] = replace(source.tensors["a"], shape=(3,))
         source.read("a", None)
+
+
+STATE: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": [64, 64], "nested_blocksize": 16, "nested_offset": 0.5}
+IN_NF4 = small_dialects.read_bitsandbytes(Section({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "q"))
+NF4_RECIPE = next(recipe for _, recipe in IN_NF4.rules if recipe is not None)
+
+
+def expanded_nf4(state: bytes) -> Tensor:
+    tensors = {
+        "codes": torch.zeros(2048, 1, dtype=torch.uint8), "table": torch.tensor(NF4), "scale": torch.zeros(64, dtype=torch.uint8),
+        "state": torch.frombuffer(bytearray(state), dtype=torch.uint8), "outer": torch.ones(4), "outer_table": torch.ones(256),
+    }
+    with _naming("a file", "a.module"):
+        matrix_shape(NF4_RECIPE, {role: tuple(each.shape) for role, each in tensors.items()}, lambda role: tensors[role])
+        return canonical(NF4_RECIPE, tensors)["scale"]
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_whatever_a_state_of_bitsandbytes_says_is_a_matrix_or_one_line(name: str) -> None:
+    """Blocks of 10^9 took 16 GB, an infinite size was a traceback, and a long word was written out."""
+    for value in HOSTILE:
+        with suppress(ModelError):
+            try:
+                expanded_nf4(json.dumps(STATE | {name: value}).encode())
+            except ModelError as error:
+                assert len(str(error)) <= MOST_SAID, (name, value)
+                raise
+
+
+def test_a_state_of_bitsandbytes_is_bounded() -> None:
+    whole = expanded_nf4(json.dumps(STATE).encode())
+    assert expanded_nf4(json.dumps(STATE | {"nested_blocksize": 2**62}).encode()).shape == whole.shape
+    with pytest.raises(ModelError, match="quant_state of bitsandbytes cannot be read"):
+        expanded_nf4(json.dumps(STATE).encode() + b" " * 2**16)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100, b"[1]", b"{", b'{"a":' * 100 + b"1" + b"}" * 100, b" " * (MOST_BYTES + 1)])
+def test_a_quantisation_file_beside_the_config_is_bounded_as_the_config_is(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", [
+    "[]", '{"model": 1}', '{"model": {"vocab": [1]}}', '{"model": {"vocab": [[]]}}', '{"model": {"vocab": {"a": "b"}}}', "{",
+    '{"model": {"vocab": {"a": 1e999}}}', '{"added_tokens": [{}]}', '{"added_tokens": 1}', '{"model": {"vocab": 1}}',
+])
+def test_the_tokens_of_a_draft_model_are_read_or_refused_in_one_line(content: str, tmp_path: Path) -> None:
+    """A traceback: no tokenizer is made of this file."""
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        draft_checkpoint._tokens(tmp_path)
