@@ -7,13 +7,13 @@ forgets nothing. In layers with a window it keeps more than it needs.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ridgeline.config import EngineConfig
 from ridgeline.draft_options import DRAFT_MODEL, draft_options
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, ModelError
+from ridgeline.model_files import read_settings
 from ridgeline.models.checkpoints.quantisation_check import check_quantization
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config
@@ -104,13 +104,18 @@ def _tokens(path: Path) -> dict[int, str]:
     if path.is_file() and path.suffix == ".gguf":
         with GGUFFile(path) as file:
             listed = file.metadata.get("tokenizer.ggml.tokens", [])
+        if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
+            raise ModelError(f"{path}: its tokens cannot be read")
         return {number: text for number, text in enumerate(listed) if not text.startswith("[PAD")}
     file_path = path / "tokenizer.json" if path.is_dir() else path
     if file_path.name != "tokenizer.json" or not file_path.is_file():
         return {}
-    content = json.loads(file_path.read_text(encoding="utf-8"))
-    vocabulary = content.get("model", {}).get("vocab", {})
-    if not isinstance(vocabulary, dict):                 # a list of texts and scores
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-    found = {int(number): str(text) for text, number in vocabulary.items()}
-    return found | {int(each["id"]): str(each["content"]) for each in content.get("added_tokens", [])}
+    content = read_settings(file_path)
+    try:
+        vocabulary = content.get("model", {}).get("vocab", {})
+        if not isinstance(vocabulary, dict):             # a list of texts and scores
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        found = {int(number): str(text) for text, number in vocabulary.items()}
+        return found | {int(each["id"]): str(each["content"]) for each in content.get("added_tokens") or []}
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        raise ModelError(f"{file_path}: its tokens cannot be read") from None

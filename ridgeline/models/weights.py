@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ridgeline.errors import ModelError, shown, shown_path
 from ridgeline.model_files import read_json, read_settings
-from ridgeline.models.checkpoints.quantisation import MAX_TENSORS, MAX_WEIGHT_FILES, Unchanged
+from ridgeline.models.checkpoints.quantisation import DTYPE_BYTES, MAX_TENSORS, MAX_WEIGHT_FILES, Unchanged, header_of
 from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, RawSource, Stored
 from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
@@ -40,11 +40,7 @@ logger = get_logger("models")
 Progress = Callable[[int, int], None]        # bytes done, bytes in all
 
 LOAD_FORMATS = ("auto", "dummy")
-# Bytes by dtype. Those of fewer bytes than a float16 are codes, and need a quantization_config to be read.
-SAFETENSORS_DTYPES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
-    "F8_E8M0": 1,
-}
+MOST_UNKNOWN = 10_000                # tensors that the model lacks, behind which no others are looked at
 INDEX = "model.safetensors.index.json"
 
 
@@ -163,7 +159,9 @@ def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer, wants: st
         targets = renamer.pieces_of(name)
         if targets is None or not all(target in pieces for target in targets):
             unknown.append(name)
-            continue
+            if len(unknown) < MOST_UNKNOWN:
+                continue
+            break
         for target in targets:
             if target in filled:
                 raise ModelError(f"{stored.file}: tensors {filled[target]} and {name} are the same parameter")
@@ -175,7 +173,7 @@ def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer, wants: st
                 raise ModelError(f"{stored.file}: tensor {name} has shape {shape}, {wants} asks for {list(expected)}")
             matched[name] = targets
     absent = [piece for piece in pieces if piece not in filled]
-    if absent:
+    if absent and len(unknown) < MOST_UNKNOWN:
         missing = dict.fromkeys(renamer.checkpoint_name(piece) for piece in absent)
         raise ModelError(f"{wants} asks for tensors that the checkpoint lacks: {_listed(missing)}{_headless(absent)}")
     if unknown:
@@ -348,7 +346,7 @@ class SafetensorsSource:
 
     def __init__(self, directory: Path, quantised: bool = False) -> None:
         self.tensors: dict[str, Stored] = {}
-        self._dtypes = tuple(SAFETENSORS_DTYPES) if quantised else FLOATS
+        self._dtypes = tuple(DTYPE_BYTES) if quantised else FLOATS
         self._files = ExitStack()
         self._open_files: dict[str, tuple[safe_open, Unchanged]] = {}
         for file in _safetensors_files(directory):
@@ -357,19 +355,20 @@ class SafetensorsSource:
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file.name} is damaged or not a safetensors file: {shown_path(error)}") from None
             self._open_files[file.name] = handle, Unchanged(file)
-            for name in handle.keys():
-                self._add(name, file.name, handle)
+            self._add(file)
         listed = read_settings(directory / INDEX).get("weight_map", {})
         absent = [f"{name} ({file})" for name, file in listed.items() if name not in self.tensors]
         if absent:
             raise ModelError(f"{INDEX} lists tensors that their files do not hold: {_listed(absent)}")
 
-    def _add(self, name: str, file: str, handle: safe_open) -> None:
-        if name in self.tensors:
-            raise ModelError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
-        header = handle.get_slice(name)
-        shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES.get(dtype, 0) * math.prod(shape), file, dtype)
+    def _add(self, path: Path) -> None:
+        """The tensors of a file: from its header, in a sixth of the time that the library takes to tell of each."""
+        file, (header, _) = path.name, header_of(path)
+        for name, entry in sorted(header.items(), key=lambda each: each[1].data_offsets):
+            if name in self.tensors:
+                raise ModelError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
+            size = DTYPE_BYTES.get(entry.dtype, 0) * math.prod(entry.shape)
+            self.tensors[name] = Stored(entry.shape, size, file, entry.dtype)
 
     def check_dtypes(self, pieces_of: Callable[[str], list[str] | None]) -> None:
         """Of what is read: masks and positions that are left in the file may be of any kind."""
@@ -384,7 +383,10 @@ class SafetensorsSource:
     def stored(self, name: str) -> Tensor:
         handle, unchanged = self._open_files[self.tensors[name].file]
         unchanged.check()
-        return handle.get_tensor(name)
+        tensor = handle.get_tensor(name)
+        if tuple(tensor.shape) != self.tensors[name].shape:
+            raise ModelError(f"{self.tensors[name].file}: tensor {name} is in it twice, or the file was changed")
+        return tensor
 
     def __enter__(self) -> SafetensorsSource:
         return self

@@ -58,6 +58,14 @@ def _is_perhaps(status: int) -> bool:
     return status in _OF_REPLICA or not (status in (*_OF_REQUEST, *_BUSY, 502) or 400 <= status < 500)
 
 
+def _check_form(answer: Answer) -> None:
+    """ReplicaFailure if it is nothing that a client of the API can read."""
+    if answer.media_type == b"text/html":
+        raise ReplicaFailure("it answers with a page for browsers")          # of a proxy: a login, or a maintenance
+    if answer.header(b"content-encoding").lower() not in (b"", b"identity"):
+        raise ReplicaFailure("its answer is compressed, although the request says that it may not be")
+
+
 class AnswerCut(Exception):
     """The client has a part of an answer in one piece, and gets no more: only the end of its connection can tell it."""
 
@@ -143,12 +151,13 @@ class Delivery:
         limit = self._limit = asyncio.timeout(None)
         try:
             async with limit, replica.upstream.ask(request.method, request.path, headers, request.parts) as answer:
+                if answer.status == 200:
+                    _check_form(answer)
+                else:
+                    self._stay()
                 if answer.status == 200 and answer.media_type == b"text/event-stream":
                     await self._stream(replica, answer, ticket)
                     return True
-                self._stay()
-                if answer.status == 200 and answer.media_type == b"text/html":
-                    raise ReplicaFailure("it answers with a page for browsers")      # of a proxy: a login, or a maintenance
                 if answer.status not in (*_BUSY, 502) and not _is_perhaps(answer.status):
                     await self._whole(replica, answer, ticket)
                     return True
@@ -188,7 +197,7 @@ class Delivery:
             self._limit.reschedule(0.0)
 
     def _stay(self) -> None:
-        """Something of the answer is here."""
+        """The client gets something of the answer."""
         if self._limit is not None:
             self._limit.reschedule(None)
             self._limit = None
@@ -255,6 +264,7 @@ class Delivery:
             except TimeoutError:
                 raise ReplicaFailure(f"it answers {answer.status}, and no more comes") from None
             body = kept.close()
+        self._stay()
         if answer.status == 200 and self._request.is_computed:
             replica.silence.heard(ticket.serial, self._fleet.now())
         if not is_long:
@@ -297,7 +307,6 @@ class Delivery:
         with closing(EventCutter()) as cutter:
             try:
                 async for piece in answer.pieces():
-                    self._stay()
                     parts = cutter.cut(piece)
                     last = parts[-1].data if parts else last
                     await self._pass(parts, replica, answer, ticket)
@@ -328,6 +337,7 @@ class Delivery:
                 events.shown = events.shown or not counted
                 before = self._fleet.now()
                 if events.shown:                         # a tool's call, too: no text, and no time is learned of when it begins
+                    self._stay()
                     replica.silence.heard(ticket.serial, before, answer.give_up_standing)
                     replica.load.first_token(ticket, before)
                 await self._start(answer)

@@ -7,10 +7,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ridgeline.engine.replicas.fleet_report import FleetReply
 from ridgeline.engine.replicas.learned_times import mean_pace
 from ridgeline.engine.replicas.policies import Choice
+from ridgeline.engine.replicas.prefix_tree import MOST_NODES, PrefixTree
 from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Usage
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 from ridgeline.engine.replicas.silence import Patience
@@ -19,12 +22,14 @@ from ridgeline.metrics import FIRST_TOKEN_SECONDS, Histogram
 from ridgeline.process.children import erase_variable
 from ridgeline.route.replica import Replica
 from ridgeline.route.route_options import RouteOptions
-from ridgeline.route.upstream import Upstream
+from ridgeline.route.upstream import MOST_IDLE, Upstream
 from ridgeline.server.http.admission import HeldBodies, Slots
 from ridgeline.server.observe.prometheus import Families, Labels, written
 from ridgeline.version import __version__
 
+MOST_NODES_IN_ALL = 4_000_000        # of all prefix trees, in about 600 MB
 MOST_BODIES = 512 * 2**20            # bytes of all long bodies: each is kept until its answer is complete
+FILES = 3                            # of a request: its client, its replica, and a connection that another replica keeps idle
 LOOK_PAUSE = 5.0                     # times as long as the last checks out of turn took, until the next
 KEY_VARIABLE = "RIDGELINE_ROUTE_KEY"         # for all replicas; with _1, _2, … for one
 
@@ -33,13 +38,13 @@ class Fleet:
     def __init__(
         self, urls: Sequence[str], options: RouteOptions, keys: Sequence[str] = (), now: Callable[[], float] = time.monotonic
     ) -> None:
-        habits, patience = Habits(), Patience()
+        habits, patience, most = Habits(), Patience(), min(MOST_NODES, MOST_NODES_IN_ALL // max(1, len(urls)))
         upstreams = [Upstream(url, key) for url, key in zip(urls, keys or [""] * len(urls), strict=True)]
         if len({each.url for each in upstreams}) < len(upstreams):
             raise ConfigError("two replicas have the same address")
         self.options = options
         self.now = now
-        self.replicas = [Replica(each, ReplicaLoad(habits), patience, options, now) for each in upstreams]
+        self.replicas = [Replica(each, ReplicaLoad(habits, PrefixTree(most)), patience, options, now) for each in upstreams]
         self.choice = Choice(options.policy, [replica.load for replica in self.replicas])
         self.slots = Slots()
         self.slots.limit = options.max_queued_requests
@@ -50,9 +55,17 @@ class Fleet:
         self.deadlines = set[asyncio.Timeout]()          # of the requests that are under way
         self._look: asyncio.Future[None] | None = None   # checks of those that are down, out of turn
         self._next_look = 0.0
+        self.page: asyncio.Future[FleetReply] | None = None      # GET /fleet, while replicas are asked
         self.counts: Counter[str] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
         self.predicted_first_token = Histogram(FIRST_TOKEN_SECONDS)
+
+    def limit_connections(self, most: int) -> None:
+        """Clients' connections, as the limit on open files allows. Connections that are kept idle may be as many: where load
+        moves from some replicas to others, a router without a file would take that for failures of its replicas."""
+        self.options = replace(self.options, max_connections=most)
+        for each in self.replicas:
+            each.upstream.most_idle = min(MOST_IDLE, most // len(self.replicas))
 
     def usable(self, tried: Collection[int] = ()) -> list[int]:
         now = self.now()
@@ -110,6 +123,8 @@ class Fleet:
     def close(self) -> None:
         if self._look is not None:
             self._look.cancel()
+        if self.page is not None:
+            self.page.cancel()
         for each in self.replicas:
             each.upstream.close()
 

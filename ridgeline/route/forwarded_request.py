@@ -16,6 +16,7 @@ from ridgeline.server.http.gate import TTFT_HEADER, caller_of, request_id
 from ridgeline.server.http.hosts import Scope
 
 COUNTED_PATHS = ("/v1/chat/completions", "/v1/completions")      # whose streams the router understands
+VIA = b"via"                         # the proxies that a request came through, each adds its name
 # Others of a client's headers stay here: cookies, forwarding headers, and the key, which is the router's.
 _PASSED = frozenset({
     b"content-type", b"accept", b"user-agent", b"anthropic-version", b"anthropic-beta", b"traceparent", b"tracestate",
@@ -44,12 +45,11 @@ class ForwardedRequest:
     has_deadline: bool = False                   # a replica may refuse it for its own deadline
 
 
-def forwarded(scope: Scope, parts: Sequence[bytes], facts: BodyFacts | None, has_keys: bool) -> ForwardedRequest:
-    """`facts`: None if it has no body, and asks for none."""
+def forwarded(scope: Scope, parts: Sequence[bytes], facts: BodyFacts | None, has_keys: bool, router: bytes) -> ForwardedRequest:
+    """`facts`: None if it has no body, and asks for none. `router`: this one's own name."""
     given: list[tuple[bytes, bytes]] = scope["headers"]
     number = request_id(given) or secrets.token_hex(12).encode()
-    headers = [each for each in given if each[0] in _PASSED]
-    headers.append((b"x-request-id", number))
+    headers = _headers(given, number, router)
     keys = [] if has_keys else [each for each in given if each[0] in _KEYS]
     deadline = any(name == TTFT_HEADER for name, _ in given)
     path = scope["path"]
@@ -70,3 +70,9 @@ def forwarded(scope: Scope, parts: Sequence[bytes], facts: BodyFacts | None, has
         "POST", path, headers, keys, body, number, facts.prompt.routed(salt), counted, path not in _NOT_COMPUTED, hide,
         counted and facts.is_exact, facts.one_choice, deadline,
     )
+
+
+def _headers(given: list[tuple[bytes, bytes]], number: bytes, router: bytes) -> list[tuple[bytes, bytes]]:
+    via = b", ".join([*(value for name, value in given if name == VIA), b"1.1 " + router])
+    passed = [each for each in given if each[0] in _PASSED]
+    return [*passed, (b"x-request-id", number), (VIA, via), (b"accept-encoding", b"identity")]

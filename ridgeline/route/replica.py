@@ -25,6 +25,15 @@ logger = get_logger("route")
 
 LOOK_SECONDS = 1.0                   # for a check that requests wait for
 RATE_SECONDS = 1.0                   # least time between two looks at its counters
+PAGE_SECONDS = 2.0                   # for its page of metrics
+MOST_PAGE = 2**20                    # bytes of it: an engine's page has 60 KB
+MOST_SAMPLES = 1000                  # of one number: one for each engine of a server
+MOST_NUMBER = 2.0**53                # a larger one is not believed: sums of such have no end, and no page could show them
+# vLLM has the first six, too. Of a server with several engines, a number of the first kind is a sum, of the second a mean.
+SUMMED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total",
+          "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:prompt_tokens_total")
+AVERAGED = ("vllm:kv_cache_usage_perc", "ridgeline:mfu", "ridgeline:mbu")
+MADE = SUMMED[2], SUMMED[5]          # what grows while an engine computes
 MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
 
@@ -138,6 +147,23 @@ class Replica:
             await answer.body(2**20)
             return answer.status
 
+    async def numbers(self) -> dict[str, float]:
+        """Of its own page of metrics; nothing from one that does not answer in time, or has no such page."""
+        if not self.up:
+            return {}
+        try:
+            async with asyncio.timeout(PAGE_SECONDS), self.upstream.ask("GET", "/metrics") as answer:
+                body = await answer.body(MOST_PAGE)
+                return read_metrics(body) if answer.status == 200 else {}
+        except (TimeoutError, ReplicaFailure):
+            return {}
+
+    async def look_at_tokens(self) -> None:
+        """Where an answer in one piece is late: it may be a long one, unless its engine makes no tokens at all."""
+        found = await self.numbers() if self.silence.late(self._now()) else {}
+        made = sum(found.get(name, 0.0) for name in MADE) if MADE[0] in found else None
+        self.silence.note_tokens(self._now(), made, self._most_still)
+
     def give_up_silent(self) -> None:
         """Its requests go on elsewhere, unless something has come of them since the checks fail."""
         if not self.up:
@@ -164,6 +190,24 @@ class Replica:
             logger.warning("%s is not silent any more", self.url)
 
 
+def read_metrics(page: bytes) -> dict[str, float]:
+    """By name, without a regular expression: it would hold Python's lock for as long as a second."""
+    found: dict[str, list[float]] = {}
+    page = b"\n" + page + b"\n"
+    for name in (*SUMMED, *AVERAGED):
+        start, place = b"\n" + name.encode(), 0
+        for _ in range(MOST_SAMPLES):
+            if (place := page.find(start, place)) < 0:
+                break
+            place += len(start)
+            labels, blank, value = page[place : page.index(b"\n", place)].rpartition(b" ")
+            if blank and (not labels or (labels.startswith(b"{") and labels.endswith(b"}"))):
+                with suppress(ValueError):
+                    if 0 <= (number := float(value)) <= MOST_NUMBER:     # also false for NaN
+                        found.setdefault(name, []).append(number)
+    return {name: sum(values) if name in SUMMED else sum(values) / len(values) for name, values in found.items()}
+
+
 async def keep_checking(
     replica: Replica, interval: float, others: Sequence[Replica] = (), sleep: Callable[[float], object] = asyncio.sleep
 ) -> None:
@@ -176,5 +220,6 @@ async def keep_checking(
         if elsewhere:
             replica.give_up_silent()
         if any(each.can_take_over() for each in elsewhere):
+            await replica.look_at_tokens()
             replica.move_late()
         await sleep(interval)  # type: ignore[misc]

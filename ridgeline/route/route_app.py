@@ -6,6 +6,7 @@ Paths that are not listed do not exist here. Answers that a replica stores (/v1/
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from ridgeline.errors import TimedOut, TryAgain
 from ridgeline.route.body_facts import read_facts
 from ridgeline.route.delivery import AnswerCut, Delivery
 from ridgeline.route.fleet import Fleet
-from ridgeline.route.forwarded_request import forwarded
+from ridgeline.route.forwarded_request import VIA, forwarded
 from ridgeline.route.replica_pages import fleet_reply
 from ridgeline.server.endpoints import check_media_type
 from ridgeline.server.http.admission import Body
@@ -62,6 +63,7 @@ class RouteApp:
         self._has_keys = has_keys
         self._reader = reader or BodyReader()
         self._turns = FewPerTurn(NODES_PER_TURN)
+        self._name = f"ridgeline-{secrets.token_hex(8)}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
@@ -98,6 +100,10 @@ class RouteApp:
             await send_json(send, status, msgspec.json.encode(content))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if any(name == VIA and self._name in value for name, value in scope["headers"]):
+            # Each of its rounds would take a connection and a place, until none is left.
+            known = "this request was here before: the address of a replica leads back to this router"
+            return await _refuse(scope, send, 508, known, "loop")
         fleet, body, deliveries = self._fleet, Body(self._fleet.bodies), list[Delivery]()
         try:
             if fleet.stopping:
@@ -126,7 +132,7 @@ class RouteApp:
             if scope["method"] == "POST":
                 facts = await self._reader.read(read_facts, None, caller, body)
             hashed = len(facts.prompt.text) if facts is not None else 0
-            request = await away_if_long(hashed, lambda: forwarded(scope, body.parts, facts, self._has_keys))
+            request = await away_if_long(hashed, lambda: forwarded(scope, body.parts, facts, self._has_keys, self._name))
             await self._turns.turn(len(request.prompt.chain))
         body.parts = request.parts                       # one copy, in case that it is sent again
         deliveries.append(Delivery(self._fleet, request, scope["headers"], send))

@@ -9,13 +9,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import FrameType
 
 from ridgeline.engine.client.long_work import num_done
 from ridgeline.process.log import get_logger
 from ridgeline.route.body_facts import RESULTS
-from ridgeline.route.fleet import Fleet
+from ridgeline.route.fleet import FILES, Fleet
 from ridgeline.route.replica import keep_checking
 from ridgeline.route.route_app import RouteApp
 from ridgeline.server.api.openai.responses_store import ResponseStore
@@ -106,8 +105,7 @@ def run(fleet: Fleet, keys: Keys, on_ready: Callable[[Fleet, str], None]) -> Non
     options = fleet.options.as_server()
     check_certificate(options)
     listener = bind(options)
-    # A request needs a connection to its client and one to its replica.
-    fleet.options = replace(fleet.options, max_connections=max(1, raise_file_limit(2 * options.max_connections) // 2))
+    fleet.limit_connections(raise_file_limit(options.max_connections, FILES, len(fleet.replicas)))
     give_back_large_blocks()
     sys.setswitchinterval(SWITCH_SECONDS)
     address = address_of(listener, "https" if options.ssl_certfile else "http")

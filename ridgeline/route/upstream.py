@@ -27,7 +27,7 @@ from ridgeline.server.http.connection_limits import READ_BYTES
 Headers = Sequence[tuple[bytes, bytes]]
 
 CONNECT_SECONDS = 5.0
-MOST_IDLE = 64                       # connections kept for the next request
+MOST_IDLE = 64                       # connections kept for the next request, where the process may have as many files open
 HIGH_WATER = 256 * 1024              # bytes that wait here for a slow client before the replica is made to wait
 MOST_HEAD = 256 * 1024               # bytes that come without any of a body: headers, trailers, chunk extensions
 MOST_HEADERS = 100                   # a client that gets more refuses the answer, and does not say whose fault it is
@@ -297,6 +297,7 @@ class Upstream:
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
         self._head = f"host: {parts.netloc}\r\n".encode("latin-1")
         self.key = key.encode()
+        self.most_idle = MOST_IDLE
         self._idle: list[Answer] = []
         self._open: set[Answer] = set()                  # on which a request is answered
 
@@ -310,7 +311,7 @@ class Upstream:
             self._open.discard(connection)
             # One with an answer that was not read may not be read from any more: the next answer would not be heard.
             is_idle = connection.complete and connection.is_read and connection.reusable
-            if is_idle and len(self._idle) < MOST_IDLE:
+            if is_idle and len(self._idle) < self.most_idle:
                 self._idle.append(connection)
             else:
                 connection.close()

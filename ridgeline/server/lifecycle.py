@@ -259,18 +259,19 @@ def run(
         tracing.close()
 
 
-def raise_file_limit(connections: int) -> int:
-    """Raise the limit on file descriptors, of which each connection needs one. How many connections there may be."""
-    wanted = 2 * connections + 256
+def raise_file_limit(connections: int, each: int = 1, others: int = 0) -> int:
+    """Raise the limit on file descriptors, of which a connection needs `each`. How many connections there may be."""
+    wanted = (each + 1) * connections + 256 + others
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return connections
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fits = min(connections, soft - OTHER_FILES)
+    fits = min(connections, (soft - OTHER_FILES - others) // each)
     if fits < 1:
-        raise ConfigError(f"this process may have {soft} files open (ulimit -n); the server needs at least {OTHER_FILES + 1}")
+        needed = OTHER_FILES + others + each
+        raise ConfigError(f"this process may have {soft} files open (ulimit -n); the server needs at least {needed}")
     if fits < connections:
         logger.warning(
             "at most %d connections instead of %d: this process may have %d files open (ulimit -n)", fits, connections, soft

@@ -28,7 +28,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.engine.client.wait_estimate import LoadMeter
 from ridgeline.engine.client.watchdog import Pulse, Restarts, Supervision
-from ridgeline.errors import BadRequest, EngineDead, Overloaded, RequestError
+from ridgeline.errors import BadRequest, EngineDead, NotNow, Overloaded, RequestError
 from ridgeline.messages import Request
 from ridgeline.text import chat_template
 
@@ -413,6 +413,12 @@ def test_queued_tokens_and_deadlines_are_limits(llm: AsyncLLM, run: Run, monkeyp
         first = await llm.stream([[5] * 200], params)    # whoever finds nobody waiting may always come
         with pytest.raises(Overloaded, match="200 prompt tokens are waiting, of at most 100"):
             await llm.stream([[5] * 10], params)
+        monkeypatch.setattr(llm, "max_queued_tokens", 205)
+        for tokens, alone in ((6, False), (150, True)):  # a small one has no room: nothing has; for a long one, others may
+            with pytest.raises(Overloaded) as refused:
+                await llm.stream([[5] * tokens], params)
+            assert isinstance(refused.value, NotNow) is alone
+        monkeypatch.setattr(llm, "max_queued_tokens", 100)
         await first.complete()
         await (await llm.stream([[5] * 10], params)).complete()
         monkeypatch.setattr(llm, "predicted_wait", lambda: 3.0)

@@ -109,3 +109,32 @@ def test_an_empty_home_is_not_the_working_directory(home: str, tmp_path: Path, m
 def test_dtypes_that_a_cpu_cannot_multiply(flags: set[str], unusable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "cpu_flags", lambda: frozenset(flags))
     assert platform.cpu_unusable_dtypes() == unusable
+
+
+def test_the_scratch_folder_of_a_compilation_that_was_killed_is_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that was stopped while it compiled left its folder in the cache, each time another one."""
+    build = native.native_build
+    during: list[set[str]] = []
+
+    def run(compiler: str, arguments: list[str], what: str) -> None:
+        during.append({each.name for each in cache.iterdir()})
+        build._remove_left_over(cache)                   # another start: the folder that is in use stays
+        Path(arguments[-3] if arguments[0] == "-shared" else arguments[-1]).write_bytes(b"code")
+
+    monkeypatch.setattr(build, "_check", lambda compiler: None)
+    monkeypatch.setattr(build, "_knows", lambda *_: True)
+    monkeypatch.setattr(build, "_run", run)
+    left, new, other = cache / "compiling-a", cache / "compiling-b", cache / "kept"
+    for each in (left, new, other):
+        each.mkdir()
+        (each / "some.o").touch()
+    (cache / "compiling-c").symlink_to(other)
+    os.utime(left, (1.0, 1.0))
+    monkeypatch.setattr(build, "_LEFT_OVER_SECONDS", 1e6)
+    build.compile_into(cache / "kernels.native")
+    assert left.name not in during[0] and len(during[0]) == 4
+    assert {each.name for each in cache.iterdir()} == {new.name, other.name, "compiling-c", "kernels.native"}
+    assert (other / "some.o").exists()
+    monkeypatch.setattr(build, "_LEFT_OVER_SECONDS", -1.0)
+    build.compile_into(cache / "kernels.native")
+    assert not new.exists() and (cache / "kernels.native").read_bytes() == b"code"

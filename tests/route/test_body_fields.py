@@ -24,7 +24,7 @@ ASKED = b'"stream_options":{"include_usage":true}'
 def sent(body: bytes, monkeypatch: pytest.MonkeyPatch, salt: str = "") -> ForwardedRequest:
     monkeypatch.setattr(forwarded_request, "caller_of", lambda scope: SimpleNamespace(cache_salt=salt))
     scope = {"method": "POST", "path": "/v1/chat/completions", "headers": []}
-    return forwarded_request.forwarded(scope, [body], facts_of(body), True)
+    return forwarded_request.forwarded(scope, [body], facts_of(body), True, b"router")
 
 
 @pytest.mark.parametrize("odd", [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -89,6 +90,9 @@ NO_ANSWERS: dict[str, tuple[bytes, bool]] = {
     "a body for 204": (b"HTTP/1.1 204 No Content\r\n\r\n" + SAYS, False),
     "a body for 304": (b"HTTP/1.1 304 Not Modified\r\n" + sized(SAYS), False),
     "a page for browsers": (OK + b"content-type: text/html; charset=utf-8\r\n" + sized(b"<html>sign in</html>"), False),
+    "compressed": (JSON + b"content-encoding: gzip\r\n" + sized(gzip.compress(SAYS)), False),
+    "compressed, it says": (JSON + b"content-encoding: GZIP\r\n" + sized(SAYS), False),
+    "a compressed stream": (EVENTS + b"content-encoding: br\r\n" + sized(b"\x1b\x03"), False),
     "an end in the middle, no length": (JSON + b"\r\n" + SAYS[:-5], True),
     "a stream without an event": (EVENTS + CHUNKED + b"0\r\n\r\n", True),
     "a stream without an event, no length": (EVENTS + b"\r\n", True),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from urllib.parse import unquote
 
 import pytest
-from fake_replica import FakeReplica, Router
-from test_delivery import routed
+from fake_replica import Behaviour, FakeReplica, Router
+from test_delivery import CHAT, SAID, routed
 
 
 @pytest.mark.reliability("H-03b")
@@ -33,3 +34,30 @@ def test_no_path_leads_out_of_the_list_of_models(name: str) -> None:
         assert (await router.ask(None, f"/v1/models/{name}")).status == 404 and not replica.seen
 
     routed(test, FakeReplica())
+
+
+def test_a_request_that_comes_back_goes_no_further() -> None:
+    """A name that leads back to its router: one request took all connections, in as many rounds."""
+    async def test(router: Router, replica: FakeReplica) -> None:
+        assert (await router.ask(CHAT, via="1.1 proxy")).status == 200
+        via = replica.seen[0].headers["via"]
+        assert via.startswith("1.1 proxy, 1.1 ridgeline-")
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/models", None)):
+            back = await router.ask(body, path, via=via + ", 1.1 another")
+            assert back.status == 508 and "leads back" in json.loads(back.body)["error"]["message"]
+        assert len(replica.seen) == 1 and (await router.ask(None, "/health", via=via)).status == 200
+        other = Router(replica)
+        assert (await other.ask(CHAT, via=via)).status == 200
+        other.fleet.close()
+
+    routed(test, FakeReplica())
+
+
+def test_a_replica_that_sends_requests_back_is_one_that_refuses_them() -> None:
+    """Two routers, each of which has the other among its replicas."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        for _ in range(4):
+            assert (await router.ask(CHAT)).text == SAID
+        assert router.fleet.replicas[0].up
+
+    routed(test, FakeReplica(Behaviour(status=508)), FakeReplica())

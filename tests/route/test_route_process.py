@@ -13,11 +13,12 @@ import pytest
 from fake_replica import Behaviour, Call, FakeReplica, Router
 from test_delivery import CHAT, held, routed
 
+from ridgeline.engine.replicas.prefix_tree import MOST_NODES
 from ridgeline.errors import ConfigError
 from ridgeline.route.fleet import Fleet, replica_keys
 from ridgeline.route.route_options import RouteOptions
 from ridgeline.route.route_process import RouteServer
-from ridgeline.route.upstream import Upstream
+from ridgeline.route.upstream import MOST_IDLE, Upstream
 from ridgeline.server.http.admission import Body
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.long_bodies import BodyReader
@@ -154,3 +155,26 @@ def test_addresses() -> None:
     assert Upstream("http://a:8000/v1/").url == "http://a:8000" and Upstream("http://a/llm").url == "http://a/llm"
     with pytest.raises(ConfigError, match="same address"):
         Fleet(["http://a:1", "http://a:1/"], RouteOptions())
+
+
+def test_idle_connections_leave_files_for_the_others() -> None:
+    """A burst at some replicas, then one at others: the router had no file left, and took all replicas down for it."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        router.fleet.limit_connections(4)
+        assert router.fleet.options.max_connections == 4
+        for _ in range(3):
+            await asyncio.gather(*(router.ask(CHAT) for _ in range(9)))
+        assert [len(each.upstream._idle) for each in router.fleet.replicas] == [2, 2]
+        router.fleet.limit_connections(1)
+        assert router.fleet.replicas[0].upstream.most_idle == 0
+        router.fleet.limit_connections(4096)
+        assert router.fleet.replicas[0].upstream.most_idle == MOST_IDLE
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_the_prefix_trees_of_many_replicas_are_bounded_together() -> None:
+    """Those of fifty replicas took 1.5 GB."""
+    for count, most in ((1, MOST_NODES), (20, MOST_NODES), (50, 80_000)):
+        fleet = Fleet([f"http://10.0.0.{number}:8000" for number in range(count)], RouteOptions())
+        assert {each.load.tree.limit for each in fleet.replicas} == {most}

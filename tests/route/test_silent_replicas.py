@@ -381,3 +381,66 @@ def test_only_a_stream_shows_that_long_answers_in_one_piece_will_not_come(stream
     silence.sent(2, streams, 1.0, 5.0)
     silence.left(2, LATE + 2)
     assert silence.is_silent(STILL + 5) and silence.move_late(STILL + 5, STILL) == len(moved) == streams
+
+
+class Comments(FakeReplica):
+    """Streams comments, as a proxy does to keep a connection open, or half a head and half a word of JSON, and nothing more."""
+
+    def __init__(self, said: bytes) -> None:
+        super().__init__()
+        self.said = said
+
+    async def _answer(self, said: Behaviour, seen: Any, writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> bool:
+        writer.write(self.said)
+        return await super()._answer(said, seen, writer, reader)
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+
+
+@pytest.mark.parametrize("said", [STREAM + b": ping\n\n", STREAM + b"data: {", STREAM, STREAM[:20]])
+def test_comments_and_half_an_event_are_no_answer(said: bytes) -> None:
+    """Its engine hung, and a proxy before it wrote comments: the stream waited for as long as its client did."""
+    async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
+        call = (await unanswered(router, silent))[1]
+        (answer,) = router.fleet.replicas[0].upstream._open
+        while said.startswith(STREAM) and not answer.status:
+            await asyncio.sleep(0)
+        for _ in range(9):                                   # what has come is read
+            await asyncio.sleep(0)
+        router.seconds += 3 * LATE
+        router.fleet.replicas[0].move_late()
+        await asyncio.wait_for(call.task, 60)
+        assert call.text == SAID and len(other.seen) == 1 and call.events[-1] == "[DONE]"
+
+    routed(test, Comments(said), FakeReplica())
+
+
+@pytest.mark.parametrize(("step", "page"), [
+    (0, "vllm:generation_tokens_total %d\n"), (0, "vllm:generation_tokens_total 7\nvllm:prompt_tokens_total %d\n"),
+    (1, "vllm:generation_tokens_total %d\n"), (1, "vllm:generation_tokens_total 7\nvllm:prompt_tokens_total %d\n"),
+    (0, "%d"), (0, "vllm:num_requests_running %d\n"),
+])
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{"])
+def test_an_answer_in_one_piece_goes_elsewhere_if_its_engine_makes_no_tokens(step: int, page: str, head: bytes) -> None:
+    """Where there were no streams, nothing told an engine that hangs from a long answer: each waited for request_timeout."""
+    async def test(router: Router, silent: FakeReplica, other: FakeReplica) -> None:
+        one = router.fleet.replicas[0]
+        call = (await unanswered(router, silent, CHAT | {"stream": False}))[1]
+        moves = not step and "generation" in page
+        for look in range(2 + STILL // 20):
+            silent.metrics = page % (step * look)
+            assert not call.task.done()
+            router.seconds += 20.0
+            await one.look_at_tokens()
+            one.move_late()
+            await asyncio.sleep(0)
+        if moves:
+            await asyncio.wait_for(call.task, 60)
+            assert call.status == 200 and len(other.seen) == 1 and one.counts["moved_late"] == 1
+        else:
+            assert not call.task.done() and not other.seen
+            call.leave()
+            await call.task
+
+    routed(test, Comments(head), FakeReplica(), stall_timeout=STILL)

@@ -29,7 +29,7 @@ from ridgeline.engine.client.prompt_limits import LONG_WORK, PromptLimits, amoun
 from ridgeline.engine.client.request_context import LOCAL, Caller
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults
 from ridgeline.engine.client.supervisor import Listener, Supervisor
-from ridgeline.engine.client.wait_estimate import LoadMeter
+from ridgeline.engine.client.wait_estimate import LARGE, LoadMeter
 from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.engine.ipc import (
     TO_ENGINE,
@@ -369,7 +369,8 @@ class AsyncLLM:
         """Overloaded if the queue has no room for `tokens` more, or the first token would come after the caller's deadline."""
         waiting, most, wait = self.load.waiting_tokens, self.max_queued_tokens, self.predicted_wait()
         if most is not None and waiting and waiting + tokens > most:     # an empty queue takes any request
-            raise Overloaded(f"{waiting} prompt tokens are waiting, of at most {most}; try again later", wait)
+            kind = NotNow if tokens > LARGE * most and waiting < most else Overloaded        # of a large one, alone
+            raise kind(f"{waiting} prompt tokens are waiting, of at most {most}; try again later", wait)
         if caller.ttft_deadline is not None and wait is not None and wait > caller.ttft_deadline:
             raise NotNow(
                 f"the first token would come after about {wait:.1f} s; the deadline is {caller.ttft_deadline:g} s", wait

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 HALF_LIFE = 20.0                     # seconds
+LARGE = 0.1                          # share of all that may wait, above which a request asks for much, and is refused alone
 
 
 class Rate:

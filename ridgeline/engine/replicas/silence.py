@@ -58,7 +58,8 @@ class Silence:
         self._begun: dict[int, Callable[[], bool]] = {}  # streams of which something has come, and what ends each
         self._heard = float("-inf")                      # when something of an answer came last
         self._is_lost = False                            # a late request has left since then, or impatient ones in a row
-        self._is_shown = False                           # … and one of them was a stream: it is not only slow
+        self._is_shown = False                           # … one of them a stream, or no tokens are made: it is not only slow
+        self._tokens: tuple[float, float] | None = None  # how many its engine has made, and since when
         self._in_vain = 0.0                              # seconds in which there were requests that left before they were late
         self._left = 0.0                                 # when the last one did
         self._quiet_until = 0.0                          # then one more is tried
@@ -99,6 +100,16 @@ class Silence:
     def _pop(self, number: int) -> Unanswered | None:
         return self._streams.pop(number, None) or self._pieces.pop(number, None)
 
+    def note_tokens(self, now: float, made: float | None, seconds: float) -> None:
+        """What its engine has made in all, as far as that is known, while a request is late. One that makes none for so long is
+        not only slow."""
+        if made is None:
+            self._tokens = None
+        elif self._tokens is None or self._tokens[0] != made:
+            self._tokens = made, now
+        elif now - self._tokens[1] >= seconds:
+            self._is_shown = True
+
     def is_silent(self, now: float) -> bool:
         if now < self._heard + SILENT_SECONDS:
             return False
@@ -123,7 +134,7 @@ class Silence:
     def move_late(self, now: float, seconds: float = math.inf) -> int:
         """Send elsewhere what is far too late, and can go; how many. A replica that answers others is only full: elsewhere they
         would begin to wait again. A late answer in one piece may be a long one: it goes after so many seconds without a sign of
-        the replica, if a stream has ended or left there without its answer."""
+        the replica, if a stream has ended or left there without its answer, or its engine stands still."""
         if not self.is_silent(now):
             return 0
         far = [each for each in self._streams.values() if now > each.sent + FAR * each.patience]

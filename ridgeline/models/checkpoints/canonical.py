@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.checkpoints.gguf_packed import packed_gguf
 from ridgeline.models.checkpoints.recipe import Recipe
 from ridgeline.ops.quantised.codes import NF4, packed_codes, unpacked_bits
@@ -239,27 +239,37 @@ def _mxfp4(recipe: Recipe, tensors: Tensors) -> Canonical:
     return {WEIGHT: tensors["codes"].flatten(1), SCALE: _exponents(tensors["scale"])}
 
 
+_MOST_STATE = 2**16                  # bytes; a state has 200
+
+
 def _bnb_state(state: Tensor) -> dict[str, Any]:
+    """Sizes are numbers from 1 on."""
     try:
+        if state.numel() > _MOST_STATE:                  # each byte becomes a number of Python's
+            raise ValueError
         found = json.loads(bytes(state.cpu().tolist()).decode())
         outputs, inputs = (int(size) for size in found["shape"])
-        return found | {"shape": (outputs, inputs)}
-    except (ValueError, KeyError, TypeError):
+        sizes = {name: int(found[name]) for name in ("blocksize", "nested_blocksize") if name in found}
+        if min(outputs, inputs, *sizes.values()) < 1:
+            raise ValueError
+        return found | sizes | {"shape": (outputs, inputs)}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ModelError("quant_state of bitsandbytes cannot be read") from None
 
 
 def _bnb_4bit(recipe: Recipe, tensors: Tensors) -> Canonical:
     state = _bnb_state(tensors["state"])
-    (outputs, inputs), size = state["shape"], int(state["blocksize"])
+    (outputs, inputs), size = state["shape"], state["blocksize"]
     if state.get("quant_type") != "nf4" or not torch.equal(tensors["table"].float().cpu(), torch.tensor(NF4)):
-        raise ModelError(f"bitsandbytes {state.get('quant_type')} with another table than NF4's is not supported")
+        raise ModelError(f"bitsandbytes {shown(state.get('quant_type'))} with another table than NF4's is not supported")
     if size != 64 or inputs % size:
         raise ModelError(f"blocks of {size} weights over rows of {inputs} are not supported; rows must be whole blocks of 64")
     scale = tensors["scale"]
     if scale.dtype == torch.uint8:                       # scales are quantised themselves, in blocks of their own
         if "outer" not in tensors or "outer_table" not in tensors:
             raise ModelError("scales are quantised, but nested_absmax or nested_quant_map is missing")
-        blocks = tensors["outer"].float().repeat_interleave(int(state["nested_blocksize"]))[: scale.numel()]
+        each = min(state["nested_blocksize"], scale.numel())     # a longer block has no more of them
+        blocks = tensors["outer"][: scale.numel()].float().repeat_interleave(each)[: scale.numel()]
         scale = tensors["outer_table"].float()[scale.reshape(-1).int()] * blocks + float(state["nested_offset"])
     data = tensors["codes"].reshape(-1).view(torch.uint8)
     swapped = (data >> 4) | (data << 4)                  # there the first weight is in the high half

@@ -250,5 +250,6 @@ class _naming:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         if isinstance(value, ModelError):
             raise ModelError(f"{self.where}: {value}") from None
-        if isinstance(value, (RuntimeError, ValueError, IndexError, KeyError, TypeError)):
-            raise ModelError(f"{self.where}: the tensors do not fit its format: {value}") from None
+        if isinstance(value, (RuntimeError, ValueError, IndexError, KeyError, TypeError, OverflowError)):
+            said = " ".join(str(value).split())[:200]    # torch's have several lines
+            raise ModelError(f"{self.where}: the tensors do not fit its format: {said}") from None

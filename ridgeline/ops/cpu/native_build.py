@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +28,8 @@ FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trap
 
 HOST = ("drafted.c", "decodes.c", "shares.c")    # choices, those of numpy to the last bit: no additions fused with products
 PRODUCTS = ("product.c",)            # unrolled by hand: -O3 takes minutes on it and gains nothing
+_SCRATCH = "compiling-"              # how the folders begin that are compiled in
+_LEFT_OVER_SECONDS = 60.0            # the age of one that is not locked, at which its process is gone
 
 
 class Level(NamedTuple):
@@ -81,8 +88,10 @@ def compile_into(target: Path) -> None:
     """Write the shared object, whole or not at all."""
     compiler = os.environ.get("CC", "cc")
     _check(compiler)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        folder = Path(scratch)
+    _remove_left_over(target.parent)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=target.parent) as scratch, _opened(folder := Path(scratch)) as place:
+        with suppress(OSError):                          # of a system without such locks
+            fcntl.flock(place, fcntl.LOCK_EX)
         known = [level for level in levels() if _knows(compiler, level, folder)]
         jobs: list[tuple[Path, Level | None]] = [
             (source, level) for source in sources() if source.suffix == ".c"
@@ -95,6 +104,25 @@ def compile_into(target: Path) -> None:
         # Linked without -fopenmp: its symbols are found in torch's runtime when the library is loaded.
         _run(compiler, ["-shared", *map(str, objects), "-o", str(linked), "-lm", "-lpthread"], "the objects")
         os.replace(linked, target)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """For a lock, which the system gives back however a process ends."""
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield place
+    finally:
+        os.close(place)
+
+
+def _remove_left_over(cache: Path) -> None:
+    """Scratch folders of compilations that were killed: a start that is stopped ends its engine at once."""
+    for folder in cache.glob(f"{_SCRATCH}*"):
+        with suppress(OSError), _opened(folder) as place:
+            if time.time() - os.fstat(place).st_mtime > _LEFT_OVER_SECONDS:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)        # BlockingIOError: it is in use
+                shutil.rmtree(folder)
 
 
 def _compile(compiler: str, source: Path, level: Level | None, folder: Path) -> Path:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from ridgeline.engine.client.long_work import LONG_BYTES, MOST_WAITING
+from ridgeline.engine.client.wait_estimate import LARGE
 from ridgeline.errors import BadRequest, NotNow, Overloaded
 from ridgeline.server.http.stream import ClientGone, Direct, Receive
 
@@ -50,7 +51,9 @@ class Slots:
         """Overloaded if there is no room for `count` answers now."""
         if self.taken + count > self.limit:
             message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
-            raise Overloaded(message, self.predicted_wait())
+            # One that asks for much is refused alone: a router would send all others away, from one server after another.
+            kind = NotNow if count > LARGE * self.limit and self.taken < self.limit else Overloaded
+            raise kind(message, self.predicted_wait())
 
     @contextmanager
     def taking(self, count: int, already: int = 0, goes_on: bool = False) -> Iterator[None]:

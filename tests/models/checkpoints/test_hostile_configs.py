@@ -9,21 +9,31 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf_writer import Typed, write_gguf
 from quantised_models import DIALECTS
 from test_model_config import GGUF, LLAMA
 from tiny_configs import BASE, CHECKPOINTS
+from torch import Tensor
 
+from ridgeline.choices import draft_checkpoint
+from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ModelError
-from ridgeline.model_files import MAX_DEPTH
-from ridgeline.models.checkpoints import quantisation
-from ridgeline.models.checkpoints.recipe import MOST_NAMES
+from ridgeline.model_files import MAX_DEPTH, MOST_BYTES
+from ridgeline.models import weights
+from ridgeline.models.checkpoints import quantisation, small_dialects
+from ridgeline.models.checkpoints.canonical import NF4, canonical, matrix_shape
+from ridgeline.models.checkpoints.quantised_source import _naming
+from ridgeline.models.checkpoints.recipe import MOST_NAMES, Section
 from ridgeline.models.config_fields import MAX_LAYERS
+from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import hf_model_config, load_model_config
 from ridgeline.models.weights import open_checkpoint
 
@@ -233,3 +243,90 @@ def test_modules_that_are_left_out_are_counted() -> None:
     many = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["m"] * (MOST_NAMES + 1)}
     with pytest.raises(ModelError, match="at most 131,072 names, and lists 131,073"):
         hf_model_config(LLAMA | {"quantization_config": many}, {})
+
+
+def large_header(folder: Path, count: int) -> Path:
+    """A checkpoint of so many tensors that no model has."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    header = {f"t.{number}.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(count)}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return folder
+
+
+def test_of_many_unknown_tensors_a_few_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 524,000 that a file may have took 20 s of a start: half of them to find out that the model has none of them."""
+    monkeypatch.setattr(weights, "MOST_UNKNOWN", 50)
+    looked, pieces_of = list[str](), weights.Renamer.pieces_of
+
+    def counted(self: weights.Renamer, name: str) -> list[str] | None:
+        looked.append(name)
+        return pieces_of(self, name)
+
+    monkeypatch.setattr(weights.Renamer, "pieces_of", counted)
+    with pytest.raises(ModelError, match=r"tensors that the model of config\.json does not know: t\.0\.weight.* and 46 more"):
+        config = load_model_config(large_header(tmp_path, 99))
+        weights.load_weights(Decoder(config, Communicator(), torch.float32, "cpu", 32), tmp_path, config)
+    assert len(looked) == 50
+
+
+def test_a_tensor_that_is_in_a_file_twice_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    text = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(12))
+    with pytest.raises(ModelError, match=r"model\.safetensors"), open_checkpoint(tmp_path) as source:
+        source.tensors["a"] = replace(source.tensors["a"], shape=(3,))
+        source.read("a", None)
+
+
+STATE: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": [64, 64], "nested_blocksize": 16, "nested_offset": 0.5}
+IN_NF4 = small_dialects.read_bitsandbytes(Section({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "q"))
+NF4_RECIPE = next(recipe for _, recipe in IN_NF4.rules if recipe is not None)
+
+
+def expanded_nf4(state: bytes) -> Tensor:
+    tensors = {
+        "codes": torch.zeros(2048, 1, dtype=torch.uint8), "table": torch.tensor(NF4), "scale": torch.zeros(64, dtype=torch.uint8),
+        "state": torch.frombuffer(bytearray(state), dtype=torch.uint8), "outer": torch.ones(4), "outer_table": torch.ones(256),
+    }
+    with _naming("a file", "a.module"):
+        matrix_shape(NF4_RECIPE, {role: tuple(each.shape) for role, each in tensors.items()}, lambda role: tensors[role])
+        return canonical(NF4_RECIPE, tensors)["scale"]
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_whatever_a_state_of_bitsandbytes_says_is_a_matrix_or_one_line(name: str) -> None:
+    """Blocks of 10^9 took 16 GB, an infinite size was a traceback, and a long word was written out."""
+    for value in HOSTILE:
+        with suppress(ModelError):
+            try:
+                expanded_nf4(json.dumps(STATE | {name: value}).encode())
+            except ModelError as error:
+                assert len(str(error)) <= MOST_SAID, (name, value)
+                raise
+
+
+def test_a_state_of_bitsandbytes_is_bounded() -> None:
+    whole = expanded_nf4(json.dumps(STATE).encode())
+    assert expanded_nf4(json.dumps(STATE | {"nested_blocksize": 2**62}).encode()).shape == whole.shape
+    with pytest.raises(ModelError, match="quant_state of bitsandbytes cannot be read"):
+        expanded_nf4(json.dumps(STATE).encode() + b" " * 2**16)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100, b"[1]", b"{", b'{"a":' * 100 + b"1" + b"}" * 100, b" " * (MOST_BYTES + 1)])
+def test_a_quantisation_file_beside_the_config_is_bounded_as_the_config_is(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", [
+    "[]", '{"model": 1}', '{"model": {"vocab": [1]}}', '{"model": {"vocab": [[]]}}', '{"model": {"vocab": {"a": "b"}}}', "{",
+    '{"model": {"vocab": {"a": 1e999}}}', '{"added_tokens": [{}]}', '{"added_tokens": 1}', '{"model": {"vocab": 1}}',
+])
+def test_the_tokens_of_a_draft_model_are_read_or_refused_in_one_line(content: str, tmp_path: Path) -> None:
+    """A traceback: no tokenizer is made of this file."""
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        draft_checkpoint._tokens(tmp_path)

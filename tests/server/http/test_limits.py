@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from served_model import wait_until
 
-from ridgeline.errors import BadRequest, ConfigError, Overloaded
+from ridgeline.errors import BadRequest, ConfigError, NotNow, Overloaded
 from ridgeline.server import unread
 from ridgeline.server.http import connection_limits, hosts
 from ridgeline.server.http.admission import Slots
@@ -475,6 +475,17 @@ def test_slots_are_given_back() -> None:
     assert slots.taken == 0
 
 
+def test_a_request_for_many_answers_is_refused_alone() -> None:
+    """Behind a router, each refusal sent all requests away from the server, though there was room for them."""
+    slots = Slots()
+    slots.limit = 20
+    for taken, count, alone in ((1, 20, True), (10, 11, True), (18, 3, True), (19, 2, False), (20, 20, False), (20, 1, False)):
+        slots.taken = taken
+        with pytest.raises(Overloaded) as caught:
+            slots.check_free(count)
+        assert isinstance(caught.value, NotNow) is alone, (taken, count)
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
@@ -609,6 +620,8 @@ def test_there_are_no_more_connections_than_files(monkeypatch: pytest.MonkeyPatc
             raise_file_limit(4096)
         limits.append((1024, 100_000))
         assert raise_file_limit(4096) == 4096 and limits[-1] == (2 * 4096 + 256, 100_000) and not caplog.text
+        limits.append((OTHER_FILES + 20, OTHER_FILES + 20))
+        assert raise_file_limit(4096, 3, 5) == 5 and "5 connections instead of 4096" in caplog.text
 
 
 @pytest.mark.parametrize(("most", "busy", "path", "answers"), [
