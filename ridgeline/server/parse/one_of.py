@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from ridgeline.grammar.schema_references import References
+
 MOST_WORK = 100_000                  # values that are looked at and sets that are compared: 0.1 s
 BRANCH_WORK = 50                     # to read one branch, in comparisons
 _MOST_REFERENCES = 8                 # in a chain
@@ -49,7 +51,7 @@ class Choices:
     """All oneOf of one schema, `root`."""
 
     def __init__(self, root: Mapping[str, Any], is_closed: Callable[[Mapping[str, Any]], bool]) -> None:
-        self._root = root
+        self._references = References(root)
         self._is_closed = is_closed
         self._left = MOST_WORK
         self._branches: dict[int, Branch] = {}           # by the identity of their schemas: references may lead to one often
@@ -120,12 +122,9 @@ class Choices:
                 return None
             if "$ref" not in schema:
                 return schema
-            path = schema["$ref"]
-            if schema.keys() - {"$ref", "description", "title"} or not isinstance(path, str) or not path.startswith("#/"):
+            if schema.keys() - {"$ref", "description", "title"}:
                 return None
-            schema = self._root
-            for name in path[2:].split("/"):
-                schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+            schema = self._references.target(schema["$ref"])
         return None
 
 
