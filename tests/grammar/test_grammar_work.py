@@ -1,4 +1,4 @@
-"""The work on a schema grows with its length, whatever its references lead to. Counted, not timed."""
+"""The work on a schema or a grammar grows with its length, whatever is in it. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ridgeline.grammar import llguidance_schema
+from ridgeline.grammar import llguidance_backend, llguidance_schema
 from ridgeline.grammar.llguidance_schema import rewritten
 from ridgeline.grammar.schema_references import References
 from ridgeline.grammar.xgrammar_schema import require_what_is_kept
@@ -157,3 +157,21 @@ def test_a_malformed_list_of_required_arguments_is_left_to_the_grammar(required:
 def test_no_required_arguments_may_be_written_as_null() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert required_calls({**schema, "required": None}) == required_calls({**schema, "required": []}) is not None
+
+
+@pytest.mark.reliability("S-09")
+def test_the_first_rule_of_lark_is_found_line_by_line() -> None:
+    """10,000 blank lines before it were read from each of them: a second in which the engine's other threads did not run."""
+    found = llguidance_backend._OF_LARK.search("\n" * 9 + " start: x")
+    assert found is not None and found.start() == 9
+
+
+@pytest.mark.parametrize("text", [
+    "start: x", " \t start : x", "\n\r\n\x0b start\n: x", "x: y\n\tstart: x", "%llguidance {}", "\n %llguidance\n",
+    "%llguidances", "restart: x", "start", "root ::= start", 'root ::= "a"', "", "\n", 'x ::= "start: "',
+    "x\u2028start: y", "x\rstart: y",
+])
+def test_lark_is_what_the_library_takes_for_it(text: str) -> None:
+    from llguidance.gbnf_to_lark import is_lark_syntax
+
+    assert llguidance_backend._is_lark(text) == is_lark_syntax(text)
