@@ -6,6 +6,7 @@ The library is imported only when a grammar arrives: that takes a tenth of a sec
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _CUT_BEFORE_MARKS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,64}[\r\n]{0,64}"
     r"|\s{0,64}[\r\n]{1,64}|\s{1,64}(?!\S)|\s{1,64}"
 )
+_OF_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 
 
 class LLGuidance:
@@ -97,7 +99,7 @@ def _begin_with_marks(pieces: Iterable[bytes]) -> bool:
 def grammar_text(asked: StructuredOutputs) -> str:
     """The grammar as llguidance reads it."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if asked.json is not None or asked.json_object:
         schema = '{"type":"object"}' if asked.json is None else known_to_llguidance(str(asked.json))
@@ -108,8 +110,14 @@ def grammar_text(asked: StructuredOutputs) -> str:
     if asked.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in asked.choice))
     if asked.grammar is not None:
-        return LLMatcher.grammar_from_lark(any_to_lark(asked.grammar))
+        return LLMatcher.grammar_from_lark(asked.grammar if _is_lark(asked.grammar) else gbnf_to_lark(asked.grammar))
     return LLMatcher.grammar_from_lark(_tagged_text(json.loads(str(asked.structural_tag))))
+
+
+def _is_lark(text: str) -> bool:
+    """Whether a grammar is Lark, by its first rule; else it is GBNF. The library's own search takes quadratic time on blank
+    lines, and keeps Python's lock meanwhile."""
+    return _OF_LARK.search(text) is not None
 
 
 def _tagged_text(tag: dict[str, Any]) -> str:

@@ -17,8 +17,10 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from ridgeline.grammar.schema_references import References
 
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"})
 _HEX = "[0-9a-fA-F]"
@@ -43,6 +45,7 @@ NOTES = frozenset({"title", "description", "default", "examples", "deprecated", 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
+_ANYTHING: dict[str, Any] = {}       # the schema that `true` stands for
 _MOST_REFERENCES = 8                 # in a chain
 _MOST_VALUES = 8                     # of items, where more than one may come: pairs of nine are more lists than
 _MOST_LISTS = 65                     # of different values that are written out: all of four, or up to two of eight
@@ -69,9 +72,11 @@ class _Rewriter:
     """Of one schema, `root`."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._references = References(root)
         self._left = _MOST_COPIED                        # characters that may still be copied
-        self._sizes: dict[int, int] = {}                 # of parts that references lead to, by their identity
+        # Of parts that references lead to, by their identity:
+        self._sizes: dict[int, int] = {}                 # in characters
+        self._values: dict[int, _Values | None] = {}     # those that are listed
 
     def of(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
@@ -100,24 +105,31 @@ class _Rewriter:
         fewest, most = made.get("minItems", 0), made.get("maxItems", math.inf)
         if made["uniqueItems"] is False or most in (0, 1):
             return rest
-        values = _listed(_resolved(made.get("items"), self._root))
-        if values is None or made.get("type") != "array" or rest.keys() - {"type", "items", "minItems", "maxItems"} - NOTES:
+        if made.get("type") != "array" or rest.keys() - {"type", "items", "minItems", "maxItems"} - NOTES:
             return made
         if made["uniqueItems"] is not True or not (isinstance(fewest, int) and isinstance(most, (int, float))):
             return made
-        lengths = range(max(0, fewest), int(min(most, len(values))) + 1)
-        if not lengths or sum(math.perm(len(values), length) for length in lengths) > _MOST_LISTS:
+        values = self._listed(made.get("items"))
+        if values is None:
             return made
-        lists = [_exactly(each) for length in lengths for each in itertools.permutations(values, length)]
-        copied = len(json.dumps(lists))
-        if copied > self._left:
+        lengths = range(max(0, fewest), int(min(most, len(values.listed))) + 1)
+        if not lengths or values.num_lists(lengths) > _MOST_LISTS or (copied := values.num_chars(lengths)) > self._left:
             return made
         self._left -= copied
+        lists = [_exactly(each) for length in lengths for each in itertools.permutations(values.listed, length)]
         return {name: value for name, value in rest.items() if name in NOTES} | {"anyOf": lists}
+
+    def _listed(self, items: Any) -> _Values | None:
+        found = _resolved(items, self._references)
+        if found is items:                               # read once, and it may be a copy that does not stay
+            return _listed(items)
+        if id(found) not in self._values:
+            self._values[id(found)] = _listed(found)
+        return self._values[id(found)]
 
     def _rewrite_names(self, made: dict[str, Any]) -> None:
         """Names may be any, listed, or match a pattern; what else `propertyNames` may say stays as it is."""
-        names = _resolved(made.get("propertyNames"), self._root)
+        names = _resolved(made.get("propertyNames"), self._references)
         if not isinstance(names, dict):
             return
         said = names.keys() - NOTES - {"type"}
@@ -146,7 +158,28 @@ class _Rewriter:
         return self._sizes[id(names)]
 
 
-def _listed(items: Any) -> list[Any] | None:
+@dataclass(slots=True, frozen=True)
+class _Values:
+    """The values that the items of an array may have."""
+
+    listed: list[Any]
+    chars: int                       # of all of them as JSON
+
+    def num_lists(self, lengths: range) -> int:
+        """Of different values."""
+        return sum(math.perm(len(self.listed), length) for length in lengths)
+
+    def num_chars(self, lengths: range) -> int:
+        """Of the JSON of all lists of different values."""
+        total = 0
+        for length in lengths:
+            lists = math.perm(len(self.listed), length)
+            total += lists * (len(json.dumps(_exactly((None,) * length))) - 4 * length)      # all but the values: null has four
+            total += lists * length * self.chars // max(1, len(self.listed))         # each value is in equally many
+        return total + 2 * self.num_lists(lengths)       # commas and blanks between them
+
+
+def _listed(items: Any) -> _Values | None:
     """The values that the items of an array may have, if these are listed. Not with 1.0 among them, which is 1."""
     if not isinstance(items, dict) or items.keys() - NOTES - {"type", "enum", "const"}:
         return None
@@ -156,7 +189,8 @@ def _listed(items: Any) -> list[Any] | None:
         return None
     if kind is not None and any(_TYPES[type(each)] != kind for each in values):
         return None
-    return [json.loads(each) for each in dict.fromkeys(map(json.dumps, values))]
+    written = dict.fromkeys(map(json.dumps, values))
+    return _Values([json.loads(each) for each in written], sum(map(len, written)))
 
 
 def _exactly(values: tuple[Any, ...]) -> dict[str, Any]:
@@ -175,17 +209,13 @@ def _rewrite_text(made: dict[str, Any]) -> None:
         made["pattern"] = PATTERNS.get(pattern, pattern)
 
 
-def _resolved(schema: Any, root: Any) -> Any:
+def _resolved(schema: Any, references: References) -> Any:
     """The target of a reference inside the schema."""
     for _ in range(_MOST_REFERENCES):
         if schema is True:
-            return {}
+            return _ANYTHING
         path = schema.get("$ref") if isinstance(schema, dict) else None
         if path is None:
             return schema
-        if not isinstance(path, str) or not path.startswith("#/"):
-            return None
-        schema = root
-        for name in path[2:].split("/"):
-            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+        schema = references.target(path)
     return None

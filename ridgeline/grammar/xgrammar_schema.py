@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
+from ridgeline.grammar.schema_references import References
+
 _NEVER = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "unevaluatedProperties", "additionalItems", "$dynamicRef", "$recursiveRef",
@@ -32,26 +34,27 @@ _ADVICE = "xgrammar does not keep to; start the server with the default backend 
 def require_what_is_kept(schema: Any) -> None:
     """ValueError names what xgrammar would ignore."""
     seen: set[int] = set()
+    references = References(schema)
     waiting = [schema]
     while waiting:
         each = waiting.pop()
         if isinstance(each, Mapping) and id(each) not in seen:
             seen.add(id(each))
-            if broken := _broken(each, schema):
+            if broken := _broken(each, references):
                 raise ValueError(f"the schema has {broken}, which {_ADVICE}")
-            waiting += _inside(each, schema)
+            waiting += _inside(each, references)
 
 
-def _broken(schema: Mapping[str, Any], root: Any) -> str:
+def _broken(schema: Mapping[str, Any], references: References) -> str:
     """What of this schema, without those inside it, the library ignores; empty: nothing."""
     return (
         next((name for name in _NEVER if name in schema and schema[name] is not True), "")
         or ("uniqueItems" if schema.get("uniqueItems") else "")
-        or _broken_combination(schema, root) or _broken_by_type(schema) or _broken_properties(schema)
+        or _broken_combination(schema, references) or _broken_by_type(schema) or _broken_properties(schema)
     )
 
 
-def _broken_combination(schema: Mapping[str, Any], root: Any) -> str:
+def _broken_combination(schema: Mapping[str, Any], references: References) -> str:
     """References, combinations and lists of values: each must stand alone."""
     for name in (name for name in _ALONE if name in schema):
         if others := _others(schema, name):
@@ -59,7 +62,7 @@ def _broken_combination(schema: Mapping[str, Any], root: Any) -> str:
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         return "an allOf of several"
     if isinstance(schema.get("oneOf"), list):
-        if not all(_are_apart(one, other, root) for one, other in combinations(schema["oneOf"], 2)):
+        if not all(_are_apart(one, other, references) for one, other in combinations(schema["oneOf"], 2)):
             return "a oneOf of which an answer could fit two branches (anyOf is kept to)"
     return ""
 
@@ -101,7 +104,7 @@ def _given_types(schema: Mapping[str, Any]) -> frozenset[str]:
     return _types(schema) if "type" in schema else frozenset()
 
 
-def _inside(schema: Mapping[str, Any], root: Any) -> Iterator[Any]:
+def _inside(schema: Mapping[str, Any], references: References) -> Iterator[Any]:
     for name in ("properties", "patternProperties"):
         if isinstance(schema.get(name), Mapping):
             yield from schema[name].values()
@@ -110,23 +113,20 @@ def _inside(schema: Mapping[str, Any], root: Any) -> Iterator[Any]:
             yield from schema[name]
     for name in ("items", "additionalProperties", "propertyNames", "unevaluatedItems"):
         yield schema.get(name)
-    yield _target(schema, root)
+    yield _target(schema, references)
 
 
-def _target(schema: Any, root: Any) -> Any:
+def _target(schema: Any, references: References) -> Any:
     """What a reference inside the same schema refers to; the schema itself if it is no reference. The library refuses others."""
     met = 0
     while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#") and met < 64:
-        found, met = root, met + 1
-        for part in schema["$ref"][1:].split("/")[1:]:
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        schema = found
+        schema, met = references.target(schema["$ref"]), met + 1
     return schema
 
 
-def _are_apart(one: Any, other: Any, root: Any, depth: int = 0) -> bool:
+def _are_apart(one: Any, other: Any, references: References, depth: int = 0) -> bool:
     """No value fits both: their types, their values, or those of a property that both require exclude each other."""
-    one, other = _target(one, root), _target(other, root)
+    one, other = _target(one, references), _target(other, references)
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return one is False or other is False
     if not _types(one) & _types(other):
@@ -141,7 +141,7 @@ def _are_apart(one: Any, other: Any, root: Any, depth: int = 0) -> bool:
     if _types(one) != {"object"} or _types(other) != {"object"}:
         return False
     both = required[0] & required[1] & listed[0].keys() & listed[1].keys()
-    return any(_are_apart(listed[0][name], listed[1][name], root, depth + 1) for name in both)
+    return any(_are_apart(listed[0][name], listed[1][name], references, depth + 1) for name in both)
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:

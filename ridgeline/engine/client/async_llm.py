@@ -24,7 +24,7 @@ from ridgeline.engine.client.engine_commands import EngineCommands
 from ridgeline.engine.client.long_work import CHATS, LONG_BYTES, away
 from ridgeline.engine.client.open_requests import OpenRequests
 from ridgeline.engine.client.outputs import RequestOutput
-from ridgeline.engine.client.processor import Processor, Prompt, RequestState
+from ridgeline.engine.client.processor import Beside, Processor, Prompt, RequestState
 from ridgeline.engine.client.prompt_limits import LONG_WORK, PromptLimits, amount_of_work, is_brief, num_chars
 from ridgeline.engine.client.request_context import LOCAL, Caller
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults
@@ -233,7 +233,13 @@ class AsyncLLM:
                 self._limits.check(prompt)
 
         def make() -> list[tuple[Request, bytes, RequestState]]:
-            made = [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]
+            assert self._processor is not None
+            beside, made = self._processor.beside(params), []
+            for prompt in prompts:
+                made.append(self._make(prompt, params, priority, cache_salt, caller, must_fit, beside))
+                if len(made) == 1:
+                    request, frame, _ = made[0]
+                    self._limits.check_repeated(len(frame), len(request.prompt_token_ids), len(prompts))
             self._limits.check_logprobs([len(request.prompt_token_ids) for request, _, _ in made], params)
             return made
 
@@ -381,11 +387,12 @@ class AsyncLLM:
         return self.load.wait(self.ready.max_num_seqs) if self.ready is not None else None
 
     def _make(
-        self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str, caller: Caller, must_fit: str
+        self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str, caller: Caller, must_fit: str,
+        beside: Beside,
     ) -> tuple[Request, bytes, RequestState]:
         """(request, its frame for the engine, its state here). Every check of a request is made here, before anything is sent."""
         assert self._processor is not None
-        request, state = self._processor.request(prompt, params, priority=priority, cache_salt=cache_salt)
+        request, state = self._processor.request(prompt, params, priority=priority, cache_salt=cache_salt, beside=beside)
         self._limits.check_length(len(request.prompt_token_ids))
         if must_fit:
             self._limits.check_answer(len(request.prompt_token_ids), params.max_tokens, must_fit)

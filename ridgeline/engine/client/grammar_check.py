@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ridgeline.errors import BadRequest, NotNow, Overloaded, RequestError, TryAgain, one_line
+from ridgeline.errors import BadRequest, NotNow, Overloaded, TryAgain, one_line
 from ridgeline.grammar.frames import Answer, Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
@@ -220,17 +220,23 @@ class GrammarChecker:
             return msgspec.msgpack.decode(compiler.ask(question, seconds), type=Answer)
         except (TimeoutError, EOFError) as gone:
             if self._compiler is not compiler:
-                raise RequestError("the front end is closing") from None
+                raise TryAgain("the server is stopping; try again later", self._seconds) from None
             self._compiler = None
             if isinstance(gone, Stopped):
                 raise
             return Answer("busy" if isinstance(gone, TimeoutError) else "killed")
 
     def close(self) -> None:
-        """End the process; the next check starts it again."""
+        """End the process; the next check starts it again. A thread that asks the process keeps its pipes, whose numbers could be
+        another file's otherwise: it finds them at their end, and closes them."""
         compiler, self._compiler = self._compiler, None
-        if compiler is not None:
+        if compiler is None:
+            return
+        if self._lock.acquire(blocking=False):
             compiler.end()
+            self._lock.release()
+        else:
+            compiler.process.kill()
 
 
 class _NoProcessor(NotNow):

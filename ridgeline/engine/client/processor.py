@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -43,6 +43,13 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]             # only repeated in the output
     cache_salt: NotRequired[str]
+
+
+class Beside(NamedTuple):
+    """What a request's parameters hold as tokens. All prompts with these parameters share it."""
+
+    bad_words: list[list[int]]
+    predicted: list[int]
 
 
 Prompt = str | Mapping[str, Any] | Sequence[int]         # a mapping is a TextPrompt or a TokensPrompt
@@ -107,10 +114,10 @@ class Processor:
 
     def request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
-        cache_salt: str = "", predicted: list[int] | None = None,
+        cache_salt: str = "", beside: Beside | None = None,
     ) -> tuple[Request, RequestState]:
         """BadRequest for anything wrong with it, except what only the engine can check: vocabulary and context length.
-        `predicted`: the tokens of its prediction, where they are known."""
+        `beside`: of the same parameters, where other prompts have them, too."""
         if not isinstance(params, SamplingParams):
             raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
         text, tokens = self.prompt_tokens(prompt)
@@ -128,14 +135,15 @@ class Processor:
                 raise Unsupported(message, field="structured_outputs")
             assert self.grammars is not None
             self.grammars.check(params.structured_outputs)
+        bad_words, predicted = self.beside(params) if beside is None else beside
         request = Request(
             request_id=request_id or self.new_id(),
             prompt_token_ids=tokens,
             params=params,
             priority=_priority(priority),
             cache_salt=cache_salt,
-            bad_words_token_ids=self._bad_words(params.bad_words),
-            predicted_token_ids=self._predicted(params) if predicted is None else predicted,
+            bad_words_token_ids=bad_words,
+            predicted_token_ids=predicted,
         )
         if params.prediction is not None:
             request.params = replace(params, prediction=None)    # its tokens are sent, not its text
@@ -146,21 +154,27 @@ class Processor:
     ) -> list[tuple[Request, RequestState]]:
         """request() of each. Texts of prompts and of predictions are tokenised at once, on all cores."""
         made = list(prompts)
+        different = {id(each): each for each in params if isinstance(each, SamplingParams)}
         found: dict[int, list[int]] = {}
         if self.tokenizer is not None:
             texts = {place: each for place, each in enumerate(prompts) if isinstance(each, str) and each}
             for place, ids in zip(texts, self.tokenizer.encode_batch([*texts.values()]), strict=True):
                 made[place] = {"prompt": texts[place], "prompt_token_ids": ids}
             guessed = {
-                place: each.prediction for place, each in enumerate(params)
-                if self.predicts and isinstance(each, SamplingParams) and isinstance(each.prediction, str) and each.prediction
+                name: each.prediction for name, each in different.items()
+                if self.predicts and isinstance(each.prediction, str) and each.prediction
             }
             encoded = self.tokenizer.encode_batch([*guessed.values()], add_special_tokens=False)
             found = dict(zip(guessed, encoded, strict=True))
+        beside = {name: self.beside(each, found.get(name)) for name, each in different.items()}
         return [
-            self.request(prompt, each, priority=priority, predicted=found.get(place))
-            for place, (prompt, each, priority) in enumerate(zip(made, params, priorities, strict=True))
+            self.request(prompt, each, priority=priority, beside=beside.get(id(each)))
+            for prompt, each, priority in zip(made, params, priorities, strict=True)
         ]
+
+    def beside(self, params: SamplingParams, predicted: list[int] | None = None) -> Beside:
+        """`predicted`: the tokens of the prediction, where they are known."""
+        return Beside(self._bad_words(params.bad_words), self._predicted(params) if predicted is None else predicted)
 
     def chat_prompts(self, conversations: Sequence[list[dict[str, Any]]], **template: Any) -> list[list[int]]:
         """chat_tokens() of each, tokenised at once, on all cores."""

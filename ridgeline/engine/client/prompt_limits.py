@@ -16,6 +16,8 @@ from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
 USUAL_ANSWER = 32_768                # tokens that an answer without a limit of its own is expected to have at most
 MOST_LOGPROBS = 3_000_000            # log-probabilities in the answers to a request: each is 8 bytes, and up to 100 when written
+MOST_REPEATED = 16 * 2**20           # bytes that the prompts of a request repeat: each is sent with all parameters
+_ID_BYTES = 5                        # of a token id as it is sent, at most
 MOST_VALUES = 200                    # texts, keys, lists and objects of a chat that is rendered on the event loop
 
 
@@ -75,6 +77,17 @@ class PromptLimits:
                 field="prompt_logprobs" if params.logprobs is None else "logprobs",
             )
 
+    def check_repeated(self, frame: int, tokens: int, prompts: int) -> None:
+        """Whether the parameters of a request are short enough to be sent with each of its prompts: 390,000 allowed_token_ids
+        with 500 prompts were a gigabyte. `frame`: the bytes in which the first prompt, of `tokens`, is sent with them."""
+        repeated = prompts * (frame - _ID_BYTES * tokens)
+        if prompts > 1 and repeated > MOST_REPEATED:
+            raise BadRequest(
+                f"{prompts} prompts would repeat {repeated:,} bytes of parameters, and at most {MOST_REPEATED:,} can be sent; "
+                "send fewer prompts, or less of allowed_token_ids, bad_words, stop strings, logit_bias or the grammar",
+                field=PROMPT,
+            )
+
     @property
     def _context(self) -> str:
         """In OpenAI's words, which clients search for; the words before it are Anthropic's, for the same reason."""
@@ -128,6 +141,9 @@ def amount_of_work(prompts: Sequence[Prompt], params: SamplingParams) -> int:
     beside = sum(map(len, [*params.bad_words, *params.stop])) + params.n * (1 + len(params.stop))
     if isinstance(params.prediction, str):
         beside += len(params.prediction)
+    # Each prompt is sent with all of them. An id takes a twentieth of the time of a character that is tokenised.
+    ids = sum(len(each) for each in (params.allowed_token_ids, params.stop_token_ids, params.logit_bias) if each)
+    beside += (ids + (len(params.structured_outputs.key) if params.structured_outputs is not None else 0)) // 20
     return given + len(prompts) * beside
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.server.parse.one_of import Choices
+from ridgeline.server.parse.one_of import Budget, Choices
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, closed. A schema in which one part may define properties for another stays as it is."""
+def closed(schema: Mapping[str, Any], budget: Budget | None = None) -> dict[str, Any]:
+    """The schema, closed. A schema in which one part may define properties for another stays as it is. `budget`: that it shares
+    with others of its request."""
     try:
-        return dict(_closed(schema, Choices(schema, is_closed)))
+        return dict(_closed(schema, Choices(schema, is_closed, budget or Budget())))
     except (_Mixed, RecursionError):
         return dict(schema)
 

@@ -3,7 +3,8 @@
 Two branches do if their types, their listed values, or those of a property that both require have nothing in common; or if each,
 closed, requires a property that the other does not have. To compare all pairs of the 5,000 constants of a long schema took half a
 minute of the event loop. So the branches are sorted by what tells most of them apart, and only those that it does not tell apart
-are compared. Of one schema there is a bound on all of that work; beyond it, branches are not taken to exclude each other.
+are compared. Of the schemas of one request there is a bound on all of that work; beyond it, branches are not taken to exclude
+each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-MOST_WORK = 100_000                  # values that are looked at and sets that are compared: 0.1 s
+from ridgeline.grammar.schema_references import References
+
+MOST_WORK = 100_000                  # values that are looked at and sets that are compared: 0.05 s
 BRANCH_WORK = 50                     # to read one branch, in comparisons
 _MOST_REFERENCES = 8                 # in a chain
 _TYPE, _VALUE = "type", "value"      # traits besides those of properties
@@ -26,32 +29,43 @@ class Branch(NamedTuple):
     required: frozenset[str]
     properties: frozenset[str]
     is_closed: bool                  # an object without other properties
+    work: int                        # of a comparison, at most
 
     def excludes(self, other: Branch) -> bool:
-        for trait, values in self.traits.items():
-            if trait in other.traits and values.isdisjoint(other.traits[trait]):
+        few, many = self.traits, other.traits
+        if len(few) > len(many):
+            few, many = many, few
+        for trait, values in few.items():
+            if trait in many and values.isdisjoint(many[trait]):
                 return True
         # Each requires a property that the other does not have.
         both_closed = self.is_closed and other.is_closed
         return both_closed and not other.required <= self.properties and not self.required <= other.properties
 
-    @property
-    def work(self) -> int:
-        """Of a comparison, at most."""
-        return 1 + len(self.required) + sum(map(len, self.traits.values()))
-
 
 class _TooMuch(Exception):
-    """All the work that one schema may take is done."""
+    """All the work that the schemas may take is done."""
+
+
+class Budget:
+    """Of schemas that are read one after the other."""
+
+    def __init__(self) -> None:
+        self.left = MOST_WORK
+
+    def spend(self, work: int) -> None:
+        self.left -= work
+        if self.left < 0:
+            raise _TooMuch
 
 
 class Choices:
     """All oneOf of one schema, `root`."""
 
-    def __init__(self, root: Mapping[str, Any], is_closed: Callable[[Mapping[str, Any]], bool]) -> None:
-        self._root = root
+    def __init__(self, root: Mapping[str, Any], is_closed: Callable[[Mapping[str, Any]], bool], budget: Budget) -> None:
+        self._references = References(root)
         self._is_closed = is_closed
-        self._left = MOST_WORK
+        self._spend = budget.spend
         self._branches: dict[int, Branch] = {}           # by the identity of their schemas: references may lead to one often
 
     def are_apart(self, schema: Mapping[str, Any], schemas: list[Any]) -> bool:
@@ -72,11 +86,6 @@ class Choices:
             return False
         return True
 
-    def _spend(self, work: int) -> None:
-        self._left -= work
-        if self._left < 0:
-            raise _TooMuch
-
     def _branch(self, schema: Mapping[str, Any]) -> Branch:
         if id(schema) not in self._branches:
             self._spend(BRANCH_WORK)
@@ -90,7 +99,9 @@ class Choices:
         without = [branch for branch in branches if trait not in branch.traits]
         sharing: dict[Hashable, list[Branch]] = defaultdict(list)
         for branch in branches:
-            for value in branch.traits.get(trait, ()):
+            values = branch.traits.get(trait, ())
+            self._spend(len(values))
+            for value in values:
                 sharing[value].append(branch)
         yield from combinations(without, 2)
         for one in without:
@@ -120,12 +131,9 @@ class Choices:
                 return None
             if "$ref" not in schema:
                 return schema
-            path = schema["$ref"]
-            if schema.keys() - {"$ref", "description", "title"} or not isinstance(path, str) or not path.startswith("#/"):
+            if schema.keys() - {"$ref", "description", "title"}:
                 return None
-            schema = self._root
-            for name in path[2:].split("/"):
-                schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+            schema = self._references.target(schema["$ref"])
         return None
 
 
@@ -141,11 +149,15 @@ def _branch_of(schema: Mapping[str, Any], is_closed: bool) -> Branch:
         kinds = {given} if isinstance(given, str) else set(map(str, given))
         traits[_TYPE, ""] = frozenset(kinds | {"integer"} if "number" in kinds else kinds)
     if traits.get((_TYPE, "")) != {"object"}:
-        return Branch(traits, frozenset(), frozenset(), False)
+        return Branch(traits, frozenset(), frozenset(), False, _work(traits, 0))
     for name in required & properties.keys():
         if (values := _values(properties[name])) is not None:
             traits["property", name] = values
-    return Branch(traits, required, frozenset(properties), is_closed)
+    return Branch(traits, required, frozenset(properties), is_closed, _work(traits, len(required)))
+
+
+def _work(traits: Mapping[Trait, frozenset[Hashable]], required: int) -> int:
+    return 1 + required + sum(map(len, traits.values()))
 
 
 def _values(schema: Any) -> frozenset[Hashable] | None:

@@ -23,7 +23,7 @@ from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, Structur
 from ridgeline.server.api.generation import structured_outputs
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
-from ridgeline.server.parse.formats.element_grammar import calls_rules
+from ridgeline.server.parse.formats.element_grammar import FORMS, calls_rules
 from ridgeline.server.parse.formats.known_formats import (
     ADDRESSED,
     FREE,
@@ -33,6 +33,7 @@ from ridgeline.server.parse.formats.known_formats import (
     reasoning_format,
     tool_format,
 )
+from ridgeline.server.parse.one_of import Budget
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser, Thought
 from ridgeline.server.parse.tool_calls import CallParser
 from ridgeline.text.tokenizer import Tokenizer
@@ -179,21 +180,21 @@ def plain_function(function: Mapping[str, Any], where: str) -> dict[str, Any]:
 # -- schemas -----------------------------------------------------------------------------------------------------------
 
 
-def parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object; without `parameters` it has none."""
+def parameters(tool: Mapping[str, Any], budget: Budget | None = None) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are always an object; without `parameters` it has none. `budget`: of all tools."""
     given = tool["function"].get("parameters")
     schema = {"properties": {}} if given is None else dict(given)
     if "type" not in schema and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         schema["type"] = "object"
-    return closed(schema)
+    return closed(schema, budget)
 
 
 def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> dict[str, Any]:
     """A list of calls, at least one, as JSON."""
     definitions: dict[str, Any] = {}
-    calls = []
+    calls, budget = [], Budget()
     for place, tool in enumerate(tools):
-        definitions[f"tool{place}"] = moved(parameters(tool), f"#/$defs/tool{place}")
+        definitions[f"tool{place}"] = moved(parameters(tool, budget), f"#/$defs/tool{place}")
         calls.append({
             "type": "object",
             "properties": {
@@ -341,7 +342,7 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     if free:
         made.reasoning = reasoning_format(options.reasoning_parser, templates)
     made.format = _answer_format(use, asked, form)
-    if made.format in ("named", "required") and form is not None:
+    if made.format in ("named", "required") and form in FORMS:
         _require_in_own_format(made, use, form, params, tokenizer)
     made.schemas = _schemas(use, made.format)
     if made.format is None and form in ADDRESSED and asked is None:
@@ -360,7 +361,8 @@ def _require_in_own_format(made: Reading, use: ToolUse, form: str, params: Sampl
         found = tokenizer.token_id(mark)
         return found if found in tokenizer.special_ids else None
 
-    closed_schemas = {tool["function"]["name"]: parameters(tool) for tool in use.tools}
+    budget = Budget()
+    closed_schemas = {tool["function"]["name"]: parameters(tool, budget) for tool in use.tools}
     rules = calls_rules(form, closed_schemas, use.mode == "required" and use.parallel, special)
     if rules is not None:
         made.format, made.required = form, rules
@@ -396,9 +398,9 @@ def strict_calls(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Only for marks that are ordinary text: a grammar's free text cannot contain special tokens, so there would be no calls.
     """
-    structures = []
+    structures, budget = [], Budget()
     for tool in tools:
-        schema = parameters(tool) if tool["function"].get("strict") else {"type": "object"}
+        schema = parameters(tool, budget) if tool["function"].get("strict") else {"type": "object"}
         begin = f'<tool_call>\n{{"name": {json.dumps(tool["function"]["name"])}, "arguments": '
         structures.append({"begin": begin, "schema": schema, "end": "}\n</tool_call>"})
     return {"triggers": ["<tool_call>"], "structures": structures}

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ridgeline.grammar.schema_references import References
 from ridgeline.sampling_params import is_unicode
 from ridgeline.server.parse.incremental import Malformed
 from ridgeline.server.parse.python_literals import literal
@@ -30,7 +31,7 @@ class ArgumentTypes:
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._root = schema
+        self.references = References(schema)
         self._found: dict[int, frozenset[str]] = {}      # by the identity of a part of the schema
         self._further: Any = None                        # the schema of arguments that it does not name
         self._seen: set[int] = set()
@@ -84,17 +85,10 @@ class ArgumentTypes:
         """Further schemas for the same value, and whether all of them hold or one of them."""
         path = schema.get("$ref")
         if isinstance(path, str) and path.startswith("#"):
-            yield [self.target(path)], True
+            yield [self.references.target(path)], True
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(branches := schema.get(key), list) and branches:
                 yield branches, key == "allOf"
-
-    def target(self, path: str) -> Any:
-        """What a reference leads to; None where that is no schema."""
-        schema: Any = self._root
-        for part in path[1:].split("/")[1:]:
-            schema = schema.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
-        return schema
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
