@@ -23,10 +23,10 @@ def make_backend(name: str, vocabulary: GrammarVocabulary) -> Backend:
     return XGrammar(vocabulary) if name == "xgrammar" else LLGuidance(vocabulary)
 
 
-def compile_grammar(backend: Backend, asked: StructuredOutputs) -> LibraryMatcher:
+def compile_grammar(backend: Backend, asked: StructuredOutputs, in_step: bool = False) -> LibraryMatcher:
     """A matcher at the start of the answer, to be copied for each answer. BadRequest: it is no grammar, or beyond the limits."""
     try:
-        matcher = backend.compile(asked)
+        matcher = backend.compile(asked, in_step)
     except (BadRequest, MemoryError):
         raise
     except Exception as error:                           # the libraries' converters raise all kinds

@@ -34,8 +34,9 @@ class LibraryMatcher(Protocol):
 class Backend(Protocol):
     """A library that compiles grammars for one vocabulary."""
 
-    def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
-        """An exception, or an error state of the result, says why it cannot be used (grammar/compiler: BadRequest)."""
+    def compile(self, asked: StructuredOutputs, in_step: bool = False) -> LibraryMatcher:
+        """An exception, or an error state of the result, says why it cannot be used (grammar/compiler: BadRequest). `in_step`:
+        within the limits of masks that a step waits for, if the library has any."""
 
     @property
     def spell(self) -> Callable[[bytes], list[int]] | None:

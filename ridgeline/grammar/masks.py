@@ -2,6 +2,9 @@
 
 A mask that fails, or takes too long, fails its own answer. Drafts must not fail one that would succeed without them: where a mask
 along guesses fails, the answer fails only if it gets there, and where such masks take too long, it has no more drafts.
+
+Where there is a way without a step that waits (Matcher.outgrown), the answer takes that one and does not fail. Where a step has
+waited for long, or a mask needs more work than a step may wait for, rows are left out of sampling and run again.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ _MAX_THREADS = 12                    # on three quarters of the cores; more save
 _NO_GUESSES: Mapping[int, list[int]] = {}
 _NO_COPIES: Mapping[int, Any] = {}
 # Limits on the work of masks, in CPU time: on a busy machine a mask takes longer, but no more work.
-SLOW_SECONDS = 0.25                  # of one mask: beyond it the whole batch would wait, so its request fails
+SLOW_SECONDS = 0.25                  # of one mask: beyond it the whole batch would wait, so its request fails, …
+LONG_SECONDS = 0.01                  # … and from here on its answer gets masks that no step waits for, if it can
 # Of all masks of a step, or with drafts of as many steps as it stands for: each time it is used up, the dearest grammar gets a
 # warning, …
 STEP_SECONDS = 0.1
 # … but never less than this for each answer: a harmless regex with a long count takes 0.6 ms a mask on one core of 2.5 GHz, and
 # 128 answers with it, each in a state of its own, are no reason to fail them.
 _ANSWER_SECONDS = 0.0015
+_BETWEEN_LOOKS = 64                  # steps, at least
 _WARNINGS = 3                        # … and fails with this one, …
 _FORGIVEN_SECONDS = 60.0             # … unless the one before is this old (wall-clock time)
 
@@ -128,18 +133,19 @@ class Masks:
     def __init__(self, vocab_size: int, threads: int | None = None, room: Room = np.empty) -> None:
         self.seconds = 0.0                               # wall-clock time spent on masks, and …
         self.filled = 0                                  # … how many there were
-        self._words = -(-vocab_size // 32)
         self._room = room                                # allocates the buffer: pinned where the device copies it
-        self._buffer = np.empty((0, self._words), np.int32)
+        self._buffer = np.empty((0, -(-vocab_size // 32)), np.int32)
         self._threads = num_threads() if threads is None else threads
         self._pool: LLExecutor | None = None
         self._others: BatchFiller | None = None          # for xgrammar's matchers, once there are some
         self._look_for_slow = False
+        self._unseen = _BETWEEN_LOOKS                    # steps since it last looked without need
         self._warned: dict[int, tuple[int, float]] = {}  # by grammar: how many warnings, and when the last was
         self._ahead: dict[Matcher, int] = {}             # rows that advance() or begin() have filled for the next fill() …
         self._begun: tuple[Mapping[int, list[int]], dict[int, _Along]] | None = None     # … the latter along these guesses
         self._thread: FillThread | None = None           # in which it does
         self._doubted: list[Matcher] = []                # that lack masks behind guesses of the step before
+        self.left_out: set[Matcher] = set()              # whose masks fill() could not fill in time
 
     def advance(self, said: Sequence[tuple[Matcher, int]], wanted: Sequence[tuple[int, Matcher]] = (), num_rows: int = 0) -> None:
         """Accept the answers' newest tokens in the library's threads, and begin to fill the masks that these answers need next:
@@ -182,6 +188,7 @@ class Masks:
         """Begin to fill what fill() will be asked for next: the caller launches the step meanwhile. Where there is too little to
         do for threads, or a grammar is slow, fill() does it all."""
         self.wait()
+        wanted = [each for each in wanted if not each[1].family.ahead_of_steps]
         few = len(wanted) + sum(map(len, guesses.values())) <= _ALONE
         if few or self._threads <= 1 or self._look_for_slow or not all(each._guided and not each.error for _, each in wanted):
             return
@@ -207,7 +214,23 @@ class Masks:
         processor time of each, and finds none."""
         started, worked = time.perf_counter(), time.process_time()
         self._fill_guided(ahead, masks, along)
-        self._look_for_slow |= _work(time.perf_counter() - started, worked) > _allowed(ahead, along)
+        self._look_for_slow |= self._takes_long(_work(time.perf_counter() - started, worked), ahead, along)
+
+    def _takes_long(self, work: float, wanted: Sequence[tuple[int, Matcher]], along: Mapping[int, _Along]) -> bool:
+        """Shall the next step find out which grammar is slow? Where the step need not limit them, now and then: one slow mask
+        among many is worth it, many that are not quite fast are none."""
+        self._unseen += 1
+        if work > _allowed(wanted, along):
+            return True
+        if work < LONG_SECONDS + _ANSWER_SECONDS / 3 * len(wanted) or self._unseen < _BETWEEN_LOOKS:
+            return False
+        self._unseen = 0
+        return True
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask, of 32 bits each."""
+        return self._buffer.shape[1]
 
     @property
     def busy(self) -> bool:
@@ -236,6 +259,7 @@ class Masks:
         for matcher in self._doubted:
             matcher.trust()
         self._doubted.clear()
+        waited, self.left_out = self.left_out, set()
         if not wanted:
             return None
         again = along is None                            # those along guesses are to be filled now
@@ -246,14 +270,27 @@ class Masks:
         started = time.perf_counter()
         for row in {*ahead.values()}.difference(row for row, _ in wanted):           # of answers that have ended meanwhile
             masks[row] = -1
+        missing = self._take_filled(missing, masks)
+        if waited:                                       # those that were left out go first
+            missing.sort(key=lambda each: each[1] not in waited)
         alone = len(missing) <= _ALONE or self._threads <= 1 or self._look_for_slow
         work = self._one_by_one(missing, masks, along) if alone else self._at_once(missing, masks, along)
         self._look_at(wanted, masks, along)
         if not ahead:
-            self._look_for_slow = work > _allowed(wanted, along)
+            self._look_for_slow = self._takes_long(work, wanted, along)
         self.seconds += time.perf_counter() - started
         self.filled += len(wanted) + sum(len(each.guesses) for each in along.values())
         return masks
+
+    @staticmethod
+    def _take_filled(wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> list[tuple[int, Matcher]]:
+        """Copies the masks that were filled before the step was planned. Returns the others."""
+        missing = [each for each in wanted if each[1].mask is None]
+        if len(missing) < len(wanted):
+            for row, matcher in wanted:
+                if matcher.mask is not None:
+                    masks[row] = matcher.mask
+        return missing
 
     def _taken(self, guesses: Mapping[int, list[int]]) -> tuple[dict[Matcher, int], dict[int, _Along] | None]:
         """What has been filled ahead, and copies of matchers with which masks along these guesses were; None: none were."""
@@ -272,7 +309,7 @@ class Masks:
 
     def _rows(self, num_rows: int) -> np.ndarray:
         if len(self._buffer) < num_rows:
-            self._buffer = self._room((max(num_rows, 2 * len(self._buffer)), self._words), np.int32)
+            self._buffer = self._room((max(num_rows, 2 * len(self._buffer)), self.num_words), np.int32)
         return self._buffer[:num_rows]
 
     def _workers(self) -> LLExecutor:
@@ -283,7 +320,7 @@ class Masks:
     def _fill_guided(
         self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray, along: Mapping[int, _Along] = _NO_COPIES,
     ) -> None:
-        where: Any = (masks.ctypes.data, 4 * self._words, len(masks))
+        where: Any = (masks.ctypes.data, 4 * self.num_words, len(masks))
         ordered = sorted(wanted, key=_family_of_second)
         alone: list[Any] = [(matcher._matcher, row) for row, matcher in ordered if row not in along]
         if alone:
@@ -310,8 +347,8 @@ class Masks:
             if own is not None and not matcher.error and (own.error or own.matcher.is_error()):
                 self._fill_again(row, matcher, own, masks)
             elif own is None and not matcher.error and matcher._matcher.is_error():
-                matcher.fail(matcher._matcher.get_error())
-            if matcher.error:
+                self._fail(matcher, matcher._matcher.get_error())
+            if matcher.error or (self.left_out and (matcher.origin or matcher) in self.left_out):
                 masks[row : row + 1 + (0 if own is None else len(own.guesses))] = -1
                 if matcher.origin is not None:
                     self._doubt(matcher.origin, matcher._num_tokens - matcher.origin._num_tokens, matcher._matcher.get_error())
@@ -323,7 +360,10 @@ class Masks:
         """A mask along guesses failed, and the library does not say which: one after the other, up to that one."""
         matcher.alone = True
         masks[row : row + 1 + len(own.guesses)] = -1
-        if failed := self._fill_one(matcher._matcher, masks[row]):
+        if matcher.family.in_step:
+            self._fail(matcher, own.error or own.matcher.get_error())
+            return
+        if failed := self.fill_one(matcher._matcher, masks[row]):
             matcher.fail(failed)
             return
         library = matcher._matcher.deep_copy()           # the answer's own stays where it is
@@ -333,12 +373,17 @@ class Masks:
                 return
             if library.is_stopped():
                 return
-            if failed := self._fill_one(library, masks[row + later]):
+            if failed := self.fill_one(library, masks[row + later]):
                 self._doubt(matcher, later, failed)
                 return
 
+    def _fail(self, matcher: Matcher, reason: str) -> None:
+        matcher.fail(reason)
+        if matcher.outgrown:
+            self.left_out.add(matcher)
+
     @staticmethod
-    def _fill_one(library: LibraryMatcher, mask: np.ndarray) -> str:
+    def fill_one(library: LibraryMatcher, mask: np.ndarray) -> str:
         """Returns why it cannot."""
         failed = ""
         try:
@@ -367,44 +412,47 @@ class Masks:
     def _one_by_one(
         self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray, along: Mapping[int, _Along] = _NO_COPIES,
     ) -> float:
-        """Fill masks in this thread, and fail a mask, or all of a grammar together, that is too slow. Returns the CPU time."""
+        """Fill masks in this thread, and fail a mask, or all of a grammar together, that is too slow. Those that remain when the
+        step has waited long enough are left out. Returns the CPU time."""
         spent: dict[int, float] = {}
-        began = before = allowed = time.thread_time()
-        limit, first, size = _allowed(wanted, along), masks.ctypes.data, 4 * self._words
+        began = before = time.thread_time()
+        limit, first, size = _allowed(wanted, along), masks.ctypes.data, 4 * self.num_words
         for row, matcher in wanted:
             if matcher.error:
                 continue
-            own, slow = along.get(row), SLOW_SECONDS
+            if before - began > limit:
+                self.left_out.add(matcher.origin or matcher)
+                continue
+            own = along.get(row)
             try:
                 if own is None:
                     matcher._matcher.unsafe_compute_mask_ptr(first + row * size, size)
                 else:
-                    slow *= 1 + len(own.guesses)
                     own.matcher.unsafe_compute_mask_ptr_with_draft_token(first + row * size, size, own.guesses)
             except Exception as error:
                 if own is None:
-                    matcher.fail(str(error))
+                    self._fail(matcher, str(error))
                 else:
                     own.error = str(error)
             now = time.thread_time()
-            if now - before > slow:
-                self._took_too_long(matcher, own)
+            if now - before > LONG_SECONDS:
+                self._took_long(matcher, own, now - before)
             spent[matcher.grammar] = spent.get(matcher.grammar, 0.0) + now - before
             before = now
-            if now > allowed + limit:
-                allowed = now
+            if now - began > limit:
                 dearest = max(spent, key=spent.__getitem__)
                 if not _drop_drafts(dearest, wanted, along) and self._warn(dearest):
                     self._fail_all(dearest, [each for _, each in wanted])
-                    del spent[dearest]
         return before - began
 
     @staticmethod
-    def _took_too_long(matcher: Matcher, own: _Along | None) -> None:
+    def _took_long(matcher: Matcher, own: _Along | None, seconds: float) -> None:
         """With guesses nothing says that its own mask did: that is seen in the next step, which has none."""
         if own is not None or matcher.origin is not None:
-            (matcher.origin or matcher).alone = True
-        elif not matcher.error and not matcher._matcher.is_error():
+            masks = 1 if own is None else 1 + len(own.guesses)
+            if seconds > masks * (LONG_SECONDS if matcher.family.in_step else SLOW_SECONDS):
+                (matcher.origin or matcher).alone = True
+        elif not matcher.error and not matcher.outgrow() and seconds > SLOW_SECONDS and not matcher._matcher.is_error():
             matcher.fail(f"a mask took more than {SLOW_SECONDS} s of CPU time; use a simpler grammar")
 
     def _warn(self, grammar: int) -> bool:
@@ -418,7 +466,7 @@ class Masks:
     @staticmethod
     def _fail_all(grammar: int, matchers: Iterable[Matcher]) -> None:
         for matcher in matchers:
-            if matcher.grammar == grammar and not matcher.error:
+            if matcher.grammar == grammar and not matcher.error and not matcher.outgrow():
                 matcher.fail(
                     f"its masks took most of {STEP_SECONDS} s of CPU time in a step (more with more than "
                     f"{STEP_SECONDS / _ANSWER_SECONDS:.0f} answers), again and again; use a simpler grammar"

@@ -48,7 +48,7 @@ class XGrammar:
         self._vocabulary = vocabulary
         self._ids = _Ids(vocabulary)
 
-    def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
+    def compile(self, asked: StructuredOutputs, in_step: bool = False) -> LibraryMatcher:
         import xgrammar
 
         if asked.grammar is not None and asked.grammar.lstrip().startswith("%llguidance"):

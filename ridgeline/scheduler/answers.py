@@ -5,8 +5,10 @@ A step with drafts brings several tokens of a row. Those behind a stop are dropp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Several
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from ridgeline.scheduler.running import Running
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.waiting_queue import WaitingQueue
 
+if TYPE_CHECKING:
+    from ridgeline.grammar.matcher import Matcher
+
 _NAMES = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
 
 
@@ -30,11 +35,54 @@ class Answers:
     ) -> None:
         self.live = live
         self.drafter = drafter
+        self.outgrown: list[Sequence] = []               # answers that need another matcher
         self._waiting = waiting
         self._running = running
         self._manager = manager
         self._counters = counters
         self._decodes = decodes
+
+    def set_matcher(self, sequence: Sequence, matcher: Matcher) -> None:
+        sequence.matcher = matcher
+        if matcher.outgrown:
+            self.outgrown.append(sequence)
+
+    def wait(self, sequence: Sequence) -> bool:
+        """The scheduler skips it until its next mask is there. False: a step in flight brings its next token first."""
+        matcher, row, table = sequence.matcher, sequence.row, self._running.rows
+        assert matcher is not None
+        arrives = sequence.num_promised > 0 if row < 0 else bool(table.known[row] > len(sequence.tokens))
+        if row >= 0:
+            table.answers.wait(row, arrives or not matcher.is_ready)
+        return not arrives
+
+    def masked(self, flight: InFlight, left_out: Set[Matcher]) -> list[TokenDelta]:
+        """The masks of this step are filled, but these. Answers whose matcher has failed end."""
+        deltas: list[TokenDelta] = []
+        places = flight.sampled.nonzero()[0].tolist() if left_out else []
+        for number, sequence in flight.constrained:
+            matcher = sequence.matcher
+            if matcher is None or sequence.finished:
+                continue
+            if matcher.error:
+                deltas.append(self.fail(sequence, matcher.error, True))
+                continue
+            if matcher.outgrown:
+                self.outgrown.append(sequence)
+            if matcher in left_out:
+                flight.left_out.add(places[number])
+                self._leave_out(sequence)
+        if left_out:                                     # they do not hear of the tokens
+            kept = [each for each in flight.constrained if places[each[0]] not in flight.left_out]
+            flight.steady = replace(flight.steady, constrained=kept)
+        return deltas
+
+    def _leave_out(self, sequence: Sequence) -> None:
+        """Its token of the newest step is dropped. It waits, and runs again, as after a preemption."""
+        self._counters.left_out += 1
+        sequence.prefill.restart(int(self._running.rows.computed[sequence.row]))
+        self._running.leave(sequence)
+        self._waiting.push(sequence)
 
     def take_at_once(self, flight: InFlight, result: StepResult, later: Several[InFlight]) -> Taken | None:
         """The numbers of a step in which all rows decoded and brought nothing but tokens: settle() and the first part of
@@ -168,6 +216,8 @@ class Answers:
         if sequence.finished:
             self._counters.late_tokens += samples
             return []
+        if place in flight.left_out:
+            return []
         counts = _counts(sequence, flight)
         if sequence.row < 0:
             sequence.num_promised -= samples
@@ -261,6 +311,8 @@ class Answers:
         assert matcher is not None
         if not matcher.accept(token):
             return False
+        if matcher.outgrown:
+            self.outgrown.append(sequence)
         if matcher.ended:
             delta.finish_reason, delta.grammar_ended = "stop", True
         return True

@@ -42,6 +42,7 @@ class SchedulerCounters:
     preemptions: int = 0
     out_of_memory: int = 0           # steps that did not fit into memory, and were forgotten
     late_tokens: int = 0             # sampled after a stop, dropped
+    left_out: int = 0                # times that a row's token was dropped because its mask was not there in time
     finished: int = 0
     held_slots: int = 0              # KV slots held, and of these the ones in use, summed over steps: paging's waste
     used_slots: int = 0
@@ -112,6 +113,7 @@ class InFlight:
     drafts: DraftPlan | None = None
     num_scored: int = 0              # of the prompt tokens, those with log-probabilities
     waited: bool = False             # none was in flight when it was planned
+    left_out: set[int] = field(default_factory=set)      # places of rows that sampled without their mask: the token is dropped
 
     @property
     def sequences(self) -> list[Sequence]:

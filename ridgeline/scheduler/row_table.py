@@ -26,6 +26,8 @@ class RowAnswers:
         self.goes_on = np.zeros(max_rows, bool)          # see Sequence.goes_on
         # By token + 1: rows whose answers it ends. None at either end: there is no token -1, and most are beyond the last one.
         self.ending = np.zeros(2, np.int32)
+        self.waits = np.zeros(max_rows, bool)            # its next mask takes long: it is in no step until that is there
+        self.num_waiting = 0
 
     def add(self, row: int, sequence: Sequence) -> None:
         self.arrived[row], self.goes_on[row] = len(sequence.tokens), sequence.goes_on
@@ -38,6 +40,11 @@ class RowAnswers:
 
     def remove(self, sequence: Sequence) -> None:
         self._count(sequence, -1)
+        self.wait(sequence.row, False)
+
+    def wait(self, row: int, waits: bool) -> None:
+        self.num_waiting += waits - int(self.waits[row])
+        self.waits[row] = waits
 
     def _count(self, sequence: Sequence, change: int) -> None:
         for token in sequence.stop_ids:

@@ -18,7 +18,7 @@ Waiting sequences are in `waiting_queue`, rows and blocks of running ones in `ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +72,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running = Running(manager, limits.max_rows)
         self._decodes = Decodes(native, self._running.rows, manager.block_size)
-        self._answers = Answers(
+        self.answers = Answers(
             LiveRequests(eos_token_ids, use_priorities, seed), self._waiting, self._running, manager, self.counters,
             drafter or NoDrafter(), self._decodes,
         )
@@ -85,18 +85,18 @@ class Scheduler:
 
     @property
     def drafter(self) -> Drafter:
-        return self._answers.drafter
+        return self.answers.drafter
 
     @drafter.setter
     def drafter(self, drafter: Drafter) -> None:
         """From the next step on."""
-        self._answers.drafter = drafter
+        self.answers.drafter = drafter
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        for sequence in self._answers.live.add(request, self.limits.max_model_len, self._step):
+        for sequence in self.answers.live.add(request, self.limits.max_model_len, self._step):
             self._waiting.push(sequence)
 
     def begin_with_longest(self) -> None:
@@ -126,23 +126,23 @@ class Scheduler:
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Forget a request, or one of its answers, at once. False when it is not here (finished, or never was)."""
-        wanted = [sequence for sequence in self._answers.live.of(request_id) if index is None or sequence.index == index]
+        wanted = [sequence for sequence in self.answers.live.of(request_id) if index is None or sequence.index == index]
         for sequence in wanted:
-            self._answers.end(sequence)
+            self.answers.end(sequence)
         return bool(wanted)
 
     def set_matchers(self, request: Request, matchers: Mapping[int, Matcher]) -> None:
         """The grammar of a request is compiled: a matcher for each answer. No error if the request has ended."""
-        for sequence in self._answers.live.same(request):
-            sequence.matcher = matchers[sequence.index]
+        for sequence in self.answers.live.same(request):
+            self.answers.set_matcher(sequence, matchers[sequence.index])
 
     def fail_request(self, request: Request, reason: str) -> list[TokenDelta]:
         """It cannot run; its answers end with an error."""
-        return [self.fail(sequence, reason) for sequence in self._answers.live.same(request)]
+        return [self.fail(sequence, reason) for sequence in self.answers.live.same(request)]
 
     def fail(self, sequence: Sequence, reason: str, bad_request: bool = False) -> TokenDelta:
         """One answer ends with an error that does not cast doubt on its KV. Its token in flight will be dropped."""
-        return self._answers.fail(sequence, reason, bad_request)
+        return self.answers.fail(sequence, reason, bad_request)
 
     @property
     def num_constrained(self) -> int:
@@ -157,15 +157,14 @@ class Scheduler:
         """The newest token of each answer with a grammar, from the oldest step in flight; update() feeds it to the matcher."""
         return self._flights[0].said(result)
 
-    def fail_constrained(self) -> list[TokenDelta]:
-        """End the answers of the newest step whose matcher has failed."""
-        listed = [sequence for _, sequence in self._flights[-1].constrained if not sequence.finished]
-        return [self.fail(each, each.matcher.error, True) for each in listed if each.matcher is not None and each.matcher.error]
+    def masked(self, left_out: Set[Matcher]) -> list[TokenDelta]:
+        """The masks of the newest step are filled, but these."""
+        return self.answers.masked(self._flights[-1], left_out)
 
     @property
     def num_arrived(self) -> int:
         """Sequences so far."""
-        return self._answers.live.num_arrived
+        return self.answers.live.num_arrived
 
     @property
     def num_waiting(self) -> int:
@@ -190,7 +189,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._answers.live) or bool(self._flights)
+        return bool(self.answers.live) or bool(self._flights)
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -229,7 +228,9 @@ class Scheduler:
     def _decode_again(self) -> Again | None:
         """The rows of the newest plan, if they all decode again, and what each may have; None: it takes another look."""
         rows, steady = self._running.rows.ranked(), self._steady
-        if self._decodes.native is None or steady is None or steady.rows is not rows or self.limits.stages > 1:
+        if self._decodes.native is None or steady is None or steady.rows is not rows:
+            return None
+        if self.limits.stages > 1 or self._running.rows.answers.num_waiting:
             return None
         if steady.most_drafts is None and self.drafter.active and self.drafter.will_look:
             note_wanted(self._running.rows, steady)
@@ -266,7 +267,7 @@ class Scheduler:
             return rows, rows, self._budget(0, 0), []
         need = table.known[rows] - table.computed[rows]
         # A row at its limit has all it may have; its last token needs no KV.
-        ready = (need > 0) & (table.known[rows] < table.limit[rows])
+        ready = (need > 0) & (table.known[rows] < table.limit[rows]) & ~table.answers.waits[rows]
         if self.limits.stages > 1:
             ready &= InFlight.free_rows(self._flights, rows, need, self.limits)
         if np.count_nonzero(ready) < len(rows):
@@ -471,7 +472,7 @@ class Scheduler:
     def update(self, result: StepResult) -> TokenDeltas:
         """Take in the oldest step in flight: token values, stops, full blocks."""
         flight = self._flights.popleft()
-        taken = self._answers.take_at_once(flight, result, self._flights)
+        taken = self.answers.take_at_once(flight, result, self._flights)
         surplus = flight.check(result) if taken is None else None
         counters = self.counters
         counters.useful_tokens += result.useful
@@ -489,7 +490,7 @@ class Scheduler:
         if drafter.active and not flight.num_prompt_tokens and result.typical and not drafter.slept(flight.num_decodes):
             tell_time(drafter, flight, result, seconds, proposing)
         if taken is not None:
-            return self._answers.tell(flight, result, taken)
+            return self.answers.tell(flight, result, taken)
         if flight.drafts is not None and surplus is not None:
-            self._answers.settle(flight, flight.drafts, surplus, result, self._flights)
-        return self._answers.take_in(flight, result)
+            self.answers.settle(flight, flight.drafts, surplus, result, self._flights)
+        return self.answers.take_in(flight, result)

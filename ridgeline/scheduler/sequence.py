@@ -109,9 +109,9 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """May it be admitted? Not while a token is in flight, before its grammar is compiled, or before the prompt it shares is
-        computed."""
-        if self.matcher is None and self.request.params.structured_outputs is not None:
+        """May it be admitted? Not while a token is in flight, before its grammar is compiled, before a mask that takes long is
+        filled, or before the prompt it shares is computed."""
+        if self.request.params.structured_outputs is not None and (self.matcher is None or not self.matcher.is_ready):
             return False
         return self.num_promised == 0 and (self.leader is None or self.leader.prefill.done or self.leader.finished)
 

@@ -131,7 +131,7 @@ def test_a_block_that_drafts_fill_costs_no_copy_of_the_row(monkeypatch: pytest.M
     simulation.step()
     monkeypatch.setattr(Watched, "longest", 0)
     for name in "ab":
-        (sequence,) = simulation.scheduler._answers.live.of(name)
+        (sequence,) = simulation.scheduler.answers.live.of(name)
         sequence.tokens = Watched("i", sequence.tokens)
     simulation.drain()
     assert 0 < Watched.longest <= ROOMY.block_size
@@ -377,5 +377,5 @@ def test_the_drafter_learns_how_answers_end() -> None:
 def test_pooled_requests_have_no_drafts() -> None:
     request = Simulation(ROOMY)
     request.ask("a", [1, 2, 3], 1, pooling="mean")
-    (sequence,) = request.scheduler._answers.live.of("a")
+    (sequence,) = request.scheduler.answers.live.of("a")
     assert isinstance(sequence, Sequence) and sequence.most_drafts == 0

@@ -39,7 +39,7 @@ def numbers(plan: StepPlan) -> list[int]:
 
 
 def sequence_of(simulation: Simulation, name: str, index: int = 0) -> Sequence:
-    return next(each for each in simulation.scheduler._answers.live.of(name) if each.index == index)
+    return next(each for each in simulation.scheduler.answers.live.of(name) if each.index == index)
 
 
 def running(simulation: Simulation) -> list[str]:
@@ -554,7 +554,7 @@ def test_noise_keys() -> None:
     simulation.ask("b", prompt(4), n=2, seed=5)
     simulation.ask("c", prompt(3), n=2)
     simulation.ask("d", prompt(3))
-    keys = {name: [each.seed for each in simulation.scheduler._answers.live.of(name)] for name in "abcd"}
+    keys = {name: [each.seed for each in simulation.scheduler.answers.live.of(name)] for name in "abcd"}
     assert keys["a"] == keys["b"], "a seed is a seed, whatever else was asked before"
     every = keys["a"] + keys["c"] + keys["d"]
     assert len(set(every)) == 5 and all(0 <= key < 2**64 for key in every)

@@ -23,6 +23,7 @@ from ridgeline.engine.core.drafters import make_drafter
 from ridgeline.engine.core.executor import Executor, make_executor
 from ridgeline.engine.core.grammars import Grammars
 from ridgeline.engine.core.oom_backoff import StepLimit
+from ridgeline.engine.core.slow_answers import SlowAnswers
 from ridgeline.engine.ipc import Vocabulary
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
@@ -49,7 +50,7 @@ from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 logger = get_logger("engine")
 
-_GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a grammar before others get a turn
+_GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a grammar or a mask before others get a turn
 _LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
 _BEYOND_RIDGE = 1.2                  # see _enough_rows
 _STEP_SECONDS = 1e-3                 # of any step: launches, kernels' own times, sampling, the host
@@ -64,6 +65,7 @@ class EngineCore:
         self.executor = executor
         self.scheduler = make_scheduler(config)
         self.grammars = grammars or make_grammars(config)
+        self.slow = SlowAnswers(self.scheduler, self.grammars)
         self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
         self._launching = False                          # a step is being launched
@@ -163,6 +165,7 @@ class EngineCore:
             deltas += self._take_in()
             if begins:                                   # first tokens do not wait for the plan and launch of the next step
                 return
+        deltas += self.slow.look_after()
         plan = self.scheduler.schedule()
         if len(plan.rows):
             self.recorder.planned(plan)
@@ -253,11 +256,12 @@ class EngineCore:
     def sample_masked(self, deltas: TokenDeltas) -> None:
         """Sample the newest step, once its masks are filled."""
         self._unsampled = False
-        masks = self.grammars.masks.fill(*self.scheduler.constrained())
+        filling = self.grammars.masks
+        masks = filling.fill(*self.scheduler.constrained())
         self._launching = True
         self.executor.sample(masks)
         self._launching = False
-        deltas += self.scheduler.fail_constrained()
+        deltas += self.scheduler.masked(filling.left_out)
 
     def drain(self) -> TokenDeltas:
         """Take in all steps in flight."""
@@ -270,7 +274,10 @@ class EngineCore:
             deltas += self._take_in()
 
     def _take_grammars(self, deltas: TokenDeltas, wait_seconds: float = 0.0) -> None:
-        """Requests whose grammar is compiled may run from now on; those whose grammar is invalid end here."""
+        """Requests whose grammar is compiled may run from now on; those whose grammar is invalid end here. With `wait_seconds`,
+        wait for one, or for a slow mask."""
+        if wait_seconds and self.slow.wait(wait_seconds):
+            wait_seconds = 0.0
         for request, matchers, error in self.grammars.take(wait_seconds):
             if error:
                 deltas += self.scheduler.fail_request(request, error)
@@ -291,6 +298,7 @@ class EngineCore:
             with contextlib.suppress(Exception):
                 self.executor.sample()
         try:
+            self.slow.close()
             self.grammars.close()
         finally:
             self.executor.close()

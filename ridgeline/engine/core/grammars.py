@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ridgeline.errors import EngineDead, RidgelineError, one_line
+from ridgeline.errors import BadRequest, EngineDead, RidgelineError, one_line
 from ridgeline.grammar.background import thread_steps_back
 from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_backend
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
@@ -25,7 +25,7 @@ from ridgeline.grammar.masks import Masks, Room, num_threads
 from ridgeline.grammar.matcher import Family, Matcher, Spell
 from ridgeline.messages import Request
 from ridgeline.process.log import get_logger
-from ridgeline.sampling_params import SamplingParams
+from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 
 CACHE_BYTES = 64 * 2**20
 ENOUGH = 4                           # answers that share one compilation of a grammar; beyond it the grammar is compiled again, …
@@ -46,11 +46,15 @@ class Compiled:
 
     What copies have learnt is limited. Beyond the limit all of them fail, and so would every new one: answers that begin later
     get a new compilation.
+
+    `in_step`: the work of each mask is limited, too, and an answer can outgrow its matcher. `outgrown`: its first mask takes too
+    long for that already.
     """
 
-    def __init__(self, make: Callable[[], LibraryMatcher], most: int) -> None:
+    def __init__(self, make: Callable[[], LibraryMatcher], most: int, in_step: bool = False, outgrown: bool = False) -> None:
         began = time.thread_time()
         self._make = make
+        self._in_step, self._outgrown = in_step, outgrown
         self._prototypes = [make()]
         self._families = [Family(self.first)]
         self._alive: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]
@@ -80,6 +84,7 @@ class Compiled:
                 self._put(len(self))
             fewest = min(range(len(self)), key=lambda number: len(self._alive[number]))
             made = Matcher(self._prototypes[fewest], params, end_ids, spell, self._families[fewest])
+            made.family.in_step, made.outgrown = self._in_step, self._outgrown
             self._alive[fewest].add(made)
         return made
 
@@ -231,14 +236,32 @@ class Grammars:
                 logger.exception("the grammar of request %s failed", request.request_id)
             self._outcomes.put((request, {}, one_line(error)))
 
+    def _compile(self, backend: Backend, asked: StructuredOutputs) -> Compiled:
+        if self._name == "xgrammar":                     # no shared lock, and its masks take no more than compiling left to do
+            return Compiled(lambda: compile_grammar(backend, asked), 1)
+        most = COPIES_PER_THREAD * num_threads() if num_threads() > 1 else 1         # one thread waits for none
+        try:
+            return Compiled(lambda: compile_grammar(backend, asked, in_step=True), most, in_step=True)
+        except BadRequest:                               # or it only needs more work than a step may wait for
+            return Compiled(lambda: compile_grammar(backend, asked), 1, in_step=True, outgrown=True)
+
+    def grown(self, params: SamplingParams, tokens: Sequence[int]) -> Matcher:
+        """A matcher behind these tokens without the limits of steps, which shares nothing with others: so no step waits for its
+        lock. For any thread. BadRequest, or an error of the matcher: its grammar has failed."""
+        asked = params.structured_outputs
+        assert asked is not None and self._vocabulary is not None and self._backend is not None
+        made = Matcher(compile_grammar(self._backend, asked), params, self._vocabulary.end_ids)
+        made.alone = made.family.ahead_of_steps = True
+        for token in tokens:
+            made.accept(token)
+        return made
+
     def _matchers(self, request: Request) -> dict[int, Matcher]:
         asked = request.params.structured_outputs
         assert asked is not None
         backend, compiled = self._load(), self.cache.get(asked.key)
         if compiled is None:
-            alone = self._name == "xgrammar" or num_threads() == 1       # no shared lock, or only one thread to take it
-            most = 1 if alone else COPIES_PER_THREAD * num_threads()
-            compiled = Compiled(lambda: compile_grammar(backend, asked), most)
+            compiled = self._compile(backend, asked)
         matchers = self._start(compiled, request)
         for index, matcher in matchers.items():
             for token in (request.resumed or {}).get(index, []):

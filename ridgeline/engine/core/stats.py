@@ -181,6 +181,8 @@ class StatsKeeper:
             "padding": counters.padded_tokens,
             "rejected": counters.rejected_tokens,
             "late": counters.late_tokens,
+            "left_out": counters.left_out,
+            "slow_masks": self._core.slow.filled,
             "out_of_memory": counters.out_of_memory,
             "held_slots": counters.held_slots,
             "used_slots": counters.used_slots,

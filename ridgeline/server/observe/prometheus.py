@@ -151,6 +151,8 @@ def _add_engine_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
     add("counter", "ridgeline:kv_slots_held", "KV slots that sequences held, summed over steps.", metrics.counter("held_slots"))
     add("counter", "ridgeline:kv_slots_used", "KV slots that held a token, summed over steps.", metrics.counter("used_slots"))
     add("counter", "ridgeline:kv_blocks_evicted", "Cached blocks reused for others.", metrics.counter("evicted_blocks"))
+    add("counter", "ridgeline:slow_masks", "Grammar masks filled while steps went on.", metrics.counter("slow_masks"))
+    add("counter", "ridgeline:rows_left_out", "Rows that ran again: no mask in time.", metrics.counter("left_out"))
     add("counter", "ridgeline:graph_replays", "Steps that replayed a captured CUDA graph.", metrics.counter("graph_replays"))
     captures = metrics.counter("graph_captures")
     add("counter", "ridgeline:graph_captures", "CUDA graphs captured, in a step or while idle.", captures)

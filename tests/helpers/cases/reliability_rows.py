@@ -35,14 +35,16 @@ PROMISES = {
     "S-08b": "text in a message, a tool or a variable that is spelt like a special token stays text",
     "S-09": "hostile grammars: each within 2.5 s, compiled in a process of its own at low priority",
     "S-09b": "a grammar whose client disconnected is not compiled in the engine",
-    "S-09c": "a grammar whose masks repeatedly take more than 0.1 s of a step fails alone: 64 answers beside others, whose "
-    "steps are short again afterwards",
+    "S-09c": "a grammar whose masks repeatedly take more than 0.1 s of a step fails alone, or is slow alone: 64 answers beside "
+    "others, whose steps are short again afterwards",
     "S-09d": "200 generated grammars, memory below +300 MB",
     "S-09e": "compiling of long grammars, and trying of new ones, is limited while requests generate; a grammar that would "
     "wait too long is refused for now",
     "S-09f": "hundreds of small grammars at once are all compiled, and wait for one long grammar at most",
     "S-09g": "p99 of other requests below +20 % while hostile grammars arrive as fast as they are answered, in equal turns "
     "with and without them",
+    "S-09h": "a stream beside one or four answers whose masks are never filled has a token in every step; tokens are the same "
+    "however masks are filled",
     "S-10": "damaged GGUF files are refused by name, without a crash",
     "S-10b": "damaged safetensors files are refused by name",
     "S-10c": "300 mutated safetensors files and 300 mutated configs",
