@@ -68,8 +68,7 @@ class Tokenizer:
             self._shown_pieces[token] = b""
         self._first_pieces = vocabulary.first_pieces
         self.decodes_alone = vocabulary.decodes_alone        # False: a token's text depends on those around it
-        self.prefix_ids = vocabulary.prefix_ids              # what add_special_tokens puts before a text …
-        self.suffix_ids = vocabulary.suffix_ids              # … and behind it
+        self._around = vocabulary.prefix_ids, vocabulary.suffix_ids
         self._chat = ChatTemplate(vocabulary.chat_templates, vocabulary.special_tokens)
         added = vocabulary.core.get_added_tokens_decoder().values()
         self._special = Special(token.content for token in added if token.special)
@@ -107,6 +106,15 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return self.vocab_size
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """What add_special_tokens puts before a text."""
+        return self._around[0]
+
+    @property
+    def suffix_ids(self) -> list[int]:
+        return self._around[1]
 
     @property
     def is_slow(self) -> bool:
@@ -158,7 +166,7 @@ class Tokenizer:
                 self._cost.is_slow = True
                 logger.warning("the tokenizer took %.2f s for %d characters: from now on texts are tokenised in threads",
                                spent, len(text))
-        return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
+        return [*self._around[0], *ids, *self._around[1]] if add_special_tokens else ids
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True, parse_special: bool = True
@@ -177,7 +185,7 @@ class Tokenizer:
             raise _not_cut(error) from None
         if not add_special_tokens:
             return [encoding.ids for encoding in encodings]
-        return [[*self.prefix_ids, *encoding.ids, *self.suffix_ids] for encoding in encodings]
+        return [[*self._around[0], *encoding.ids, *self._around[1]] for encoding in encodings]
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
         """One text or several, as transformers' tokenizers take and give them; lists, no padding."""
@@ -354,7 +362,7 @@ class Tokenizer:
         # At once: the library gives other threads a turn in each call, and takes milliseconds to get its own back.
         rest = iter(self.encode_batch([part for part, plain in parts if not plain], False))
         ids = [id for part, plain in parts for id in (self._spelt_out[part] if plain else next(rest))]
-        return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
+        return [*self._around[0], *ids, *self._around[1]] if add_special_tokens else ids
 
 
 def _not_text(text: Any) -> BadRequest:
