@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         model = args.model or str(embedded.require())
     engine = Engine(model, **options | parse_options(args.set))
     vocabulary = made_up(engine.config.model.vocab_size) if args.shape else grammar_vocabulary(engine.config)
-    engine.core.grammars = make_grammars(engine.config, vocabulary)
+    engine.core.use_grammars(make_grammars(engine.config, vocabulary))
     figures: dict[str, Any] = {"masks": masks_alone(vocabulary, args.rows)}
     for rows, times in figures["masks"].items():
         print(f"{rows:>4} rows: {times['us_per_row']['median']:.0f} µs a mask, p90 {times['us_per_row']['p90']:.0f}", flush=True)

@@ -56,6 +56,10 @@ class Answers:
             table.answers.wait(row, arrives or not matcher.is_ready)
         return not arrives
 
+    def note_outgrown(self, flight: InFlight) -> None:
+        """The answers of this step that need another matcher: else they would wait for ever."""
+        self.outgrown += [each for _, each in flight.constrained if each.matcher is not None and each.matcher.outgrown]
+
     def masked(self, flight: InFlight, left_out: Set[Matcher]) -> list[TokenDelta]:
         """The masks of this step are filled, but these. Answers whose matcher has failed end."""
         deltas: list[TokenDelta] = []

@@ -461,6 +461,7 @@ class Scheduler:
         for sequence in flight.sequences:
             sequence.num_promised = 0
             sequence.prefill.restart(0)
+        self.answers.note_outgrown(flight)                       # perhaps in this step, which masked() did not hear of
         self._flights.clear()
         self.manager.pool.retired(flight.step)
         self._running.delta, self._steady = Delta(), None

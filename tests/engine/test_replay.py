@@ -59,7 +59,7 @@ def record(
     if grammar:
         vocab_size = core.config.model.vocab_size
         pieces, ends = [bytes([97 + token % 26]) for token in range(vocab_size - 1)] + [b"</s>"], frozenset({vocab_size - 1})
-        core.grammars = make_grammars(core.config, GrammarVocabulary.of(pieces, ends, ends, vocab_size))
+        core.use_grammars(make_grammars(core.config, GrammarVocabulary.of(pieces, ends, ends, vocab_size)))
     recorder = Recorder(core.executor)
     core.executor = recorder
     for number, request in enumerate(requests()):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from served_model import write_model
 
 from ridgeline import LLM, RequestOutput, SamplingParams
@@ -218,3 +219,68 @@ def test_an_answer_whose_grammar_fails_again_ends_alone(model: Path, llm: LLM, m
     assert all("Too many items" in str(output.outputs[0].stop_reason) for output, bad in zip(outputs, failed, strict=True) if bad)
     other.core.scheduler.manager.pool.check()
     other.close()
+
+
+@pytest.mark.parametrize("way", ["slow", "too hard"])
+def test_a_step_that_has_no_memory_to_sample_forgets_no_slow_answer(
+    model: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Its masks had been filled, and some answers had outgrown their matchers with them."""
+    expected = answers(llm.generate(["Hello"] * 8, MIXED, use_tqdm=False))
+    make_slow(way, monkeypatch)
+    made = LLM(model, **OPTIONS)
+    sample, failed = made.core.executor.sample, list[bool]()
+
+    def failing(given: Any = None) -> None:
+        alive = [each for _, each in made.core.scheduler.constrained().matchers]
+        if not failed and any(each.outgrown for each in alive):
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sample(given)
+
+    monkeypatch.setattr(made.core.executor, "sample", failing)
+    start(made, **{f"{number}": params for number, params in enumerate(MIXED)})
+    tokens, core, before = dict[str, list[int]](), made.core, [-1] * 20
+
+    def ended_or_stuck() -> bool:
+        """Stuck: in as many steps nothing was computed, and no mask is to be filled."""
+        before.append(-1 if any(core.slow._calls.values()) else core.scheduler.counters.steps)
+        return not core.has_work or (before[-1] >= 0 and len({*before[-20:]}) == 1)
+
+    step_until(made, tokens, ended_or_stuck)
+    assert failed and not core.has_work
+    assert [tokens[str(number)] for number in range(8)] == [each for each, *_ in expected]
+    assert core.slow.filled > 50
+    made.close()
+
+
+def test_nothing_is_kept_of_slow_answers_once_there_is_no_work(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a grammar of its own, which may be large, and there may be no other step for a long time."""
+    make_slow("slow", monkeypatch)
+    made, tokens = LLM(model, **OPTIONS), dict[str, list[int]]()
+    start(made, one=constrained(1), two=constrained(2))
+    step_until(made, tokens, lambda: not made.core.has_work)
+    assert made.core.slow.filled > 20 and not made.core.slow._calls
+    held = Held(monkeypatch)
+    start(made, one=constrained(1), two=constrained(2))
+    step_until(made, tokens, lambda: held.asked.acquire(blocking=False))
+    made.core.abort("one", 0), made.core.abort("two")
+    assert not made.core.has_work and not made.core.slow._calls
+    held.allowed.release(10**6)
+    made.close()
+
+
+def test_a_mask_that_fails_by_our_own_fault_is_not_the_clients(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_slow("slow", monkeypatch)
+
+    def fails(matcher: Matcher, mask: np.ndarray) -> Any:
+        raise MemoryError("no memory for a mask")
+
+    monkeypatch.setattr(SlowAnswers, "_fill", staticmethod(fails))
+    made, ended = LLM(model, **OPTIONS), []
+    start(made, one=constrained(1))
+    while made.core.has_work:
+        ended += [delta for delta in made.core.step() if delta.finish_reason]
+    (delta,) = ended
+    assert delta.finish_reason == "error" and "no memory" in delta.error and not delta.bad_request
+    made.close()

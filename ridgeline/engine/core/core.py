@@ -64,8 +64,7 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.scheduler = make_scheduler(config)
-        self.grammars = grammars or make_grammars(config)
-        self.slow = SlowAnswers(self.scheduler, self.grammars)
+        self.use_grammars(grammars or make_grammars(config))
         self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
         self._launching = False                          # a step is being launched
@@ -101,6 +100,11 @@ class EngineCore:
             grammars.close()
             raise
 
+    def use_grammars(self, grammars: Grammars) -> None:
+        """From now on; no request has one yet."""
+        self.grammars = grammars
+        self.slow = SlowAnswers(self.scheduler, grammars)
+
     def add(self, request: Request) -> None:
         """Queue a request; BadRequest when it cannot run here."""
         self._check_alive()
@@ -114,6 +118,7 @@ class EngineCore:
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Forget a request, or one of its answers. Unknown ids are no error: it may have finished meanwhile."""
         found = self.scheduler.abort(request_id, index)
+        self.slow.forget_ended()
         if index is None:
             self.grammars.forget(request_id)
         return found
@@ -128,7 +133,10 @@ class EngineCore:
 
         Garbage is collected between steps or while a long one runs, never between two launches, where the GPU would wait.
         """
-        return self._guarded(self._step)
+        deltas = self._guarded(self._step)
+        if not self.has_work:
+            self.slow.forget_ended()
+        return deltas
 
     def _guarded(self, work: Callable[[TokenDeltas], None]) -> TokenDeltas:
         self._check_alive()

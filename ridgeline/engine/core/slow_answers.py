@@ -50,30 +50,34 @@ class SlowAnswers:
         self._answers.outgrown.clear()
         deltas: list[TokenDelta] = []
         for sequence, call in [*self._calls.items()]:
-            if not sequence.finished and call is not None and call.done() and (reason := self._take(sequence, call)):
-                deltas.append(self._answers.fail(sequence, reason, True))
-            if sequence.finished:
-                if call is not None:
-                    call.cancel()
-                del self._calls[sequence]
-            elif self._calls[sequence] is None:
+            if call is not None and call.done() and not sequence.finished:
+                deltas += self._take(sequence, call)
+            if self._calls[sequence] is None and not sequence.finished:
                 self._go_on(sequence)
+        self.forget_ended()
         return deltas
 
-    def _take(self, sequence: Sequence, call: _Call) -> str:
-        """Why there is no mask."""
+    def forget_ended(self) -> None:
+        """Of answers that have ended nothing is kept. There may be no step for a long time that would look after them."""
+        for sequence in [sequence for sequence in self._calls if sequence.finished]:
+            if (call := self._calls.pop(sequence)) is not None:
+                call.cancel()
+
+    def _take(self, sequence: Sequence, call: _Call) -> list[TokenDelta]:
+        """The mask is there, or the answer ends."""
         self._calls[sequence] = None
         try:
             sequence.matcher, mask = call.result()
         except RidgelineError as error:
-            return one_line(error)
-        except Exception as error:                       # one answer's fault must not end the others
+            return [self._answers.fail(sequence, one_line(error), True)]
+        except Exception as error:                       # one answer's fault must not end the others; it is not the client's
             logger.exception("a mask of request %s failed", sequence.request.request_id)
-            return one_line(error)
-        if not sequence.matcher.error:
-            sequence.matcher.mask = mask
-            self.filled += 1
-        return sequence.matcher.error
+            return [self._answers.fail(sequence, one_line(error))]
+        if sequence.matcher.error:
+            return [self._answers.fail(sequence, sequence.matcher.error, True)]
+        sequence.matcher.mask = mask
+        self.filled += 1
+        return []
 
     def _go_on(self, sequence: Sequence) -> None:
         """Nothing is under way for it."""

@@ -185,7 +185,7 @@ def with_grammars(run: Run) -> Run:
     """Ids spell letters, and every answer has a grammar."""
     size = run.core.config.model.vocab_size
     pieces, ends = [bytes([97 + token % 26]) for token in range(size - 1)] + [b"</s>"], frozenset({size - 1})
-    run.core.grammars = make_grammars(run.core.config, GrammarVocabulary.of(pieces, ends, ends, size))
+    run.core.use_grammars(make_grammars(run.core.config, GrammarVocabulary.of(pieces, ends, ends, size)))
     return run
 
 
