@@ -77,11 +77,15 @@ def unpacks_per_second(matrix_rate: float, format: str) -> float:
     return matrix_rate / FLOPS_PER_LANE / (INT4_INSTRUCTIONS if format == "int4" else INSTRUCTIONS)
 
 
-def conversions(experts: Experts, hidden: int, tokens: np.ndarray) -> np.ndarray:
-    """Instructions of a layer in which 8-bit codes become numbers: each tile converts its expert's weights."""
-    pairs = tokens * experts.used
+def conversions(experts: Experts, hidden: int, tokens: np.ndarray, bits: float) -> np.ndarray:
+    """Instructions of a layer in which codes of 8 bits become numbers: each tile converts its expert's weights."""
+    pairs, weights = tokens * experts.used, 3 * hidden * experts.width if bits == 8 else 0
     many = np.maximum(_visited(experts, tokens), pairs / tile_rows(pairs, experts.count) + experts.count / 2) * CONVERTING
-    return np.where(tokens <= MOST_FEW, pairs * CONVERTING_FEW, many) * 3 * hidden * experts.width
+    return np.where(tokens <= MOST_FEW, pairs * CONVERTING_FEW, many) * weights
+
+
+def tiled_compute(bits: float) -> float:
+    return TILED_COMPUTE * (EIGHT_BIT_TILES if bits == 8 else 1.0)
 
 
 def tile_rows(pairs: np.ndarray, experts: int) -> np.ndarray:

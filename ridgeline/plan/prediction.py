@@ -56,8 +56,7 @@ STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
 FITTED_HEAD = 128                    # elements of a head of Llama-3.1-8B, on which the constants of GPUs are fitted
 
-# Packed weights on a CPU: a tile is unpacked once for this many rows, which costs as much as multiplying it by one more
-# (docs/cpu.md). The rate of packed products is measured with many rows.
+# Rows for which a CPU unpacks a tile of weights once, at the cost of one row more (docs/cpu.md); rates are those of many rows.
 TILE_ROWS = 8
 
 
@@ -325,20 +324,15 @@ def _rate_kept(setup: Setup, steps: Steps, codes: int, format: str) -> np.ndarra
     return 1.0
 
 
-def _tiled_experts(
-    setup: Setup, steps: Steps, reading: np.ndarray, computing: np.ndarray, rate: np.ndarray
-) -> np.ndarray:
-    """Seconds without the kernels' own, from those of reading the weights and of computing as dense GEMMs do. `rate`: of
-    matrices, in 16 bits."""
+def _tiled_experts(setup: Setup, steps: Steps, reading: np.ndarray, computing: np.ndarray, rate: np.ndarray) -> np.ndarray:
+    """Seconds without the kernels' own, from those of reading the weights and of dense GEMMs. `rate`: of matrices in 16 bits."""
     used, experts, hidden = setup.used, sharded(setup.model.experts, setup.ranks), setup.model.config.hidden_size
     assert experts is not None
-    computing = computing * expert_work.padded_rows(experts, steps.tokens) / expert_work.TILED_COMPUTE
-    layers = steps.layers - setup.model.config.num_plain
-    if WEIGHT_FORMATS[setup.expert_weights].bits == 8:
-        converting = layers * expert_work.conversions(experts, hidden, steps.tokens) * expert_work.FLOPS_PER_LANE / rate
-        reading, computing = np.maximum(reading, converting), computing / expert_work.EIGHT_BIT_TILES
+    bits, layers = WEIGHT_FORMATS[setup.expert_weights].bits, steps.layers - setup.model.config.num_plain
+    computing = computing * expert_work.padded_rows(experts, steps.tokens) / expert_work.tiled_compute(bits)
+    converting = layers * expert_work.conversions(experts, hidden, steps.tokens, bits) * expert_work.FLOPS_PER_LANE / rate
     moved = layers * expert_work.pair_bytes(experts, hidden, steps.tokens, WEIGHT_FORMATS[setup.dtype].bytes)
-    return _both(reading, computing, used.overlap) + moved / (setup.device.bandwidth * used.linear_read)
+    return _both(np.maximum(reading, converting), computing, used.overlap) + moved / (setup.device.bandwidth * used.linear_read)
 
 
 def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: float, paced: np.ndarray) -> np.ndarray:
