@@ -104,7 +104,8 @@ FORMATS = """\
 - **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.
 - **The embedded model**: SmolLM2-135M-Instruct (Q4_1), fetched by `ridgeline pull`.
 
-Weights are strict: a tensor that is missing, left over or of the wrong shape is an error before the first byte is read.
+Weights are strict: a tensor that is missing, left over or of the wrong shape is an error before the first byte is read. So is a
+head (`lm_head.weight`) that is not the embedding, where config.json says `tie_word_embeddings`.
 
 ## dtypes
 

@@ -17,7 +17,6 @@ import numpy as np
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.perplexity import TokenScores
 from ridgeline.evaluate.scoring import Scorer, Tick
-from ridgeline.evaluate.texts import start_tokens
 from ridgeline.text.tokenizer import Tokenizer
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)         # of the needle: 0 is the beginning of the text
@@ -57,7 +56,7 @@ def _trial(tokenizer: Tokenizer, body: list[int], length: int, depth: float, rng
     def tokens(words: str) -> list[int]:
         return tokenizer.encode(words, add_special_tokens=False, parse_special=False)
 
-    start = start_tokens(tokenizer)
+    start = tokenizer.prefix_ids
     needle = tokens(f"\nThe secret number of {city} is {number}.\n")
     question = tokens(f"\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is")
     room = length - len(start) - len(needle) - len(question)

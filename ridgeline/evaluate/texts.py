@@ -96,13 +96,6 @@ def fingerprint(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def start_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before every text, a BOS token perhaps."""
-    whole, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
-    starts = [place for place in range(len(whole)) if whole[place : place + len(plain)] == plain]
-    return whole[: starts[0]] if starts else []
-
-
 def passages(
     name: str, text: str, tokenizer: Tokenizer, *, context: int, overlap: int, tokens: int, seed: int
 ) -> list[Passage]:
@@ -111,7 +104,7 @@ def passages(
     A passage begins `context - overlap` tokens after the one before it, and its first `overlap` tokens do not count: the
     others then have at least that much before them. A text that is too short gives the passages that it has.
     """
-    start = start_tokens(tokenizer)
+    start = tokenizer.prefix_ids
     body = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
     room = context - len(start)
     if room < 2 or not 0 <= overlap < room - 1:

@@ -35,6 +35,7 @@ ACTIVATIONS = {
 }
 GATED = ("silu", "gelu", "gelu_tanh")                    # those that an MLP with a gate can have …
 BEHIND_INNER_NORM = ("relu2",)                           # … and those that no kernel joins with its matrices
+LEARNED = ("xielu",)                                     # with tensors, whose names their own families know
 
 
 class Fields:
@@ -100,7 +101,8 @@ def read_activation(fields: Fields, family: Family) -> str:
     act = fields.get("hidden_act")
     activation = fields.get("hidden_activation") or (family.activation if act in (None, family.legacy_act) else act)
     gated = (*GATED, *BEHIND_INNER_NORM) if family.inner_norms else GATED
-    known = [name for name, kind in ACTIVATIONS.items() if kind in gated or not family.gated]
+    others = set(LEARNED) - {family.activation}
+    known = [name for name, kind in ACTIVATIONS.items() if (kind in gated if family.gated else kind not in others)]
     if not isinstance(activation, str) or activation not in known:
         raise ModelError(f"{fields.where}: hidden_act {shown(activation)} is not supported; supported: {', '.join(known)}")
     return ACTIVATIONS[activation]

@@ -5,6 +5,7 @@ beginning away that a tensor has inside another model. Three rules:
 - a tensor that holds the same parameter of all experts, [experts, …], is taken apart;
 - of the families that say so, matrices are transposed, or q, k and v of each head are taken apart;
 - a GGUF file of a latent model has its widening of keys and values as two tensors, one of them transposed: they are joined.
+And a head that is stored although the embedding is the head must be a copy of it.
 """
 
 from __future__ import annotations
@@ -165,3 +166,39 @@ class JoinedLatents:
 
     def stored(self, name: str) -> Tensor:
         return self.source.stored(name)
+
+
+# ---- a head beside a tied embedding ----------------------------------------------------------------------------------
+
+ROWS = 64                            # of each that are compared, evenly over the vocabulary
+
+
+def check_tied_head(source: RawSource, family: Family, tied: bool) -> None:
+    """transformers before version 5 left such a head out, newer versions use it if it is another: then it is refused. Some rows
+    are compared, not all: two heads that were trained apart differ everywhere."""
+    found = _stored(source, family.names, family.prefixes)
+    if not tied or not {"head", "embed"} <= found.keys():
+        return
+    head, embedding = (source.stored(found[target]) for target in ("head", "embed"))
+    if head.shape == embedding.shape and head.dim() == 2 and not _agree(head, embedding):
+        raise ModelError(
+            f"{source.tensors[found['head']].file}: tensor {found['head']} is not the embedding, but tie_word_embeddings in "
+            "config.json says that the embedding is the head: set it to false to use this tensor, or remove the tensor"
+        )
+
+
+def _stored(source: RawSource, names: Mapping[str, str], prefixes: Mapping[str, str]) -> dict[str, str]:
+    """Tensors' names, by what they are here."""
+    found = {}
+    for name in source.tensors:
+        module, _, parameter = known_as(name, prefixes)[0].rpartition(".")
+        if parameter == "weight" and names.get(module) in ("head", "embed"):
+            found[names[module]] = name
+    return found
+
+
+def _agree(head: Tensor, embedding: Tensor) -> bool:
+    """Up to the dtype in which the narrower of them is stored."""
+    rows = torch.linspace(0, len(head) - 1, min(ROWS, len(head))).long()
+    narrow = min(head.dtype, embedding.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(head[rows].to(narrow), embedding[rows].to(narrow))

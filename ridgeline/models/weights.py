@@ -29,7 +29,7 @@ from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig
-from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts, known_as
+from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts, check_tied_head, known_as
 from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger
 from ridgeline.quant.layout import STORED_KINDS
@@ -210,6 +210,7 @@ def _fill(
     renamer = Renamer(config, gguf, model.is_elsewhere)
     if isinstance(stored, SafetensorsSource):
         stored.check_dtypes(renamer.pieces_of)
+        check_tied_head(stored, config.family, config.tied)
     source = _canonical_source(_regrouped(stored, config, gguf), config, renamer, pieces, model)
     matched = _match(pieces, source, renamer, "its metadata" if gguf else "config.json")
     total = sum(source.tensors[name].nbytes for name in matched)

@@ -108,6 +108,15 @@ class Tokenizer:
         return self.vocab_size
 
     @property
+    def prefix_ids(self) -> list[int]:
+        """What add_special_tokens puts before a text."""
+        return self._around[0]
+
+    @property
+    def suffix_ids(self) -> list[int]:
+        return self._around[1]
+
+    @property
     def is_slow(self) -> bool:
         """Whether a short text took long: others may, too, and are to be read in threads."""
         return self._cost.is_slow

@@ -29,11 +29,15 @@ class Vocabulary:
     growth: float = 1.0              # characters that normalizing may make of one (text/tokenizer_limits)
 
 
+REPLACEMENT = "\ufffd"
+
+
 def _byte_alphabet() -> dict[int, str]:
     """How byte-level BPE writes bytes as printable characters; here from the character to chr(byte)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: chr(byte) for byte in printable}, **{256 + n: chr(byte) for n, byte in enumerate(others)}}
+    foreign = dict.fromkeys(others, REPLACEMENT)     # not of the alphabet: a token with one is no run of bytes
+    return {**foreign, **{byte: chr(byte) for byte in printable}, **{256 + n: chr(byte) for n, byte in enumerate(others)}}
 
 
 _BYTE_ALPHABET = _byte_alphabet()

@@ -5,8 +5,9 @@ transformers is the reference: the same ids, the same special tokens around a te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from ridgeline.errors import ModelError, shown
 from ridgeline.model_files import read_settings, require_file
 from ridgeline.models.end_tokens import hf_end_tokens, language_model
 from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
-from ridgeline.text.tokenizer_limits import MAX_TEMPLATE_BYTES, read_tokenizer, require_few_added, require_ids
+from ridgeline.text.tokenizer_limits import MAX_TEMPLATE_BYTES, in_time, read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 
+PROBES = 100                         # tokens that are read, if need be, to see what is put around a text
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")      # of other libraries
 
 
@@ -125,12 +127,17 @@ def _add_missing_tokens(core: tokenizers.Tokenizer, settings: Mapping[str, Any],
 
 def _added_around(core: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """Ids that the post-processor of tokenizer.json puts before and after a text. It decides, not add_bos_token."""
-    inner = core.encode("a", add_special_tokens=False).ids
-    outer = core.encode("a", add_special_tokens=True).ids
-    for start in range(len(outer) - len(inner) + 1):
-        if outer[start : start + len(inner)] == inner:
-            return outer[:start], outer[start + len(inner) :]
-    return [], []
+    for text in in_time(_probes(core), "encoder"):
+        encoding = core.encode(text, add_special_tokens=True)
+        own = [place for place, added in enumerate(encoding.special_tokens_mask) if not added]
+        if own:                      # a vocabulary without unknown tokens leaves out what it cannot write
+            return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+    return core.encode("", add_special_tokens=True).ids, []
+
+
+def _probes(core: tokenizers.Tokenizer) -> Iterator[str]:
+    yield "a"
+    yield from islice(core.get_vocab(with_added_tokens=True), PROBES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,7 @@ def _pieces(core: tokenizers.Tokenizer) -> Pieces:
         behind, first = pieces_by_token(core, size)
         return Pieces(behind, first=first, alone=writes_by_token(listed))
     steps = {step["type"]: step for step in listed}
-    piece_of = byte_level_piece if byte_level else sentencepiece_piece
+    piece_of = byte_level_piece if byte_level else sentencepiece_piece if {"Replace", "Metaspace"} & steps.keys() else str.encode
     literal = core.get_added_tokens_decoder() if byte_level else {}      # SentencePiece's are decoded: Gemma's "▁▁" is two blanks
     pieces = [b""] * size
     for text, token in vocabulary.items():

@@ -9,7 +9,7 @@ import shutil
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ConfigError, ModelError
-from ridgeline.evaluate import needle
 from ridgeline.evaluate.task import Task
 from ridgeline.models.model_config import load_model_config
 from ridgeline.quantize import quantize_model, workspace
@@ -221,6 +220,7 @@ class Letters:
     """A tokenizer: each letter is a token."""
 
     bos_token_id = None
+    prefix_ids: ClassVar[list[int]] = []
 
     @staticmethod
     def encode(text: str, **options: Any) -> list[int]:
@@ -234,7 +234,6 @@ def test_needles_that_fit_into_no_text_are_refused_before_the_work(
     length: int, says: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantize_model.Tokenizer, "load", lambda path: Letters)
-    monkeypatch.setattr(needle, "start_tokens", lambda tokenizer: [])
     text, out = tmp_path / "short.txt", tmp_path / "empty/out"
     text.write_text("too short for a haystack " * 4)
     out.parent.mkdir()
@@ -250,7 +249,6 @@ def test_needles_that_fit_into_no_text_are_refused_before_the_work(
 def test_needles_that_were_not_asked_for_are_left_out_of_a_short_text(
     words: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needle, "start_tokens", lambda tokenizer: [])
     text = tmp_path / "short.txt"
     text.write_text(words)
     asked = replace(job(plain, tmp_path / "out"), needles_if_they_fit=True)

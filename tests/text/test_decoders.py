@@ -21,13 +21,15 @@ from ridgeline.text.tokenizer import Tokenizer
 
 WORDS = [
     "hello", "world", "##ing", "##s", "##", "▁the", "▁", "a", "ab", "b", "_c", "it</w>", "is</w>", "<pad>", "|", "n't", "'s", ".",
-    ",", "do", "not", "<0xE4>", "<0xBD>", "<0xA0>", "<0x41>", "é", "漢", "  x ", "Ġw", "ä½", "ł", "", "<unk>",
+    ",", "do", "not", "<0xE4>", "<0xBD>", "<0xA0>", "<0x41>", "é", "漢", "  x ", "Ġw", "ä½", "ł", "", "<unk>", "ß x",
 ]
 SPECIAL = ["<s>", "</s>"]
 BYTES = decoders.ByteFallback()
 # name -> (decoder, whether each token has a text of its own)
 CASES: dict[str, tuple[Any, bool]] = {
     "none": (None, True),
+    "fused": (decoders.Fuse(), True),                    # marks of SentencePiece stay marks
+    "byte level": (decoders.ByteLevel(), True),          # tokens beyond its alphabet are written as they are
     "wordpiece": (decoders.WordPiece(prefix="##", cleanup=True), True),
     "wordpiece without clean-up": (decoders.WordPiece(prefix="##", cleanup=False), True),
     "replacement in tokens": (decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()]), True),

@@ -10,6 +10,8 @@ def read(section: Section) -> Quantisation:
     section.skip(
         "quant_method", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "sym", "desc_act",
         "true_sequential", "tokenizer", "dataset", "meta", "damp_percent", "max_input_length", "model_seqlen", "method", *TUNING,
+        # Of GPTQ, whose fields transformers writes for AWQ, too.
+        "act_group_aware", "cache_block_outputs", "module_name_preceding_first_block", "pad_token_id",
     )
     section.one_of("pack_dtype", ("int32", None))        # of GPTQModel, which says `format` and `lm_head`, too
     section.one_of("data_type", ("int", None), "int")

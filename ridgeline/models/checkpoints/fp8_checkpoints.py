@@ -24,6 +24,7 @@ def read(section: Section) -> Quantisation:
     # auto-round says once more what the other keys say.
     section.one_of("data_type", ("fp", "fp8", None))
     section.one_of("bits", (8, None))
+    section.one_of("expert_dtype", ("fp8", None))        # of transformers since 5.22; the other is fp4
     wide = section.one_of("act_bits", (8, 16, None)) == 16
     # GPTQModel quantises weights alone, and its `weight_scale_inv` divides the codes; that of all others multiplies them.
     section.skip("method", "pack_dtype", "desc_act", "meta")

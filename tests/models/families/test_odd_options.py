@@ -67,6 +67,7 @@ def test_an_odd_option_is_computed_as_transformers_does(name: str, options: dict
         ("deepseek_v2", {"topk_group": 1}, "num_experts_per_tok 3 is more than the experts of topk_group 1"),
         ("llama4", {"rope_parameters": YARN}, "a rope with a scale of 1.13"),
         ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ("jais2", {"hidden_act": "xielu"}, "hidden_act 'xielu' is not supported; supported: silu, .* relu2$"),
         ("granite", {"attention_multiplier": 0.0}, "attention_multiplier must be a positive number, got 0.0"),
         ("qwen2", {"is_causal": False}, "is_causal False is not supported: tokens that see those behind them"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
