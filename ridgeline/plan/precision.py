@@ -186,3 +186,11 @@ EXPANDS = 0.7
 def code_rows(weights: str) -> int:
     """The most rows that are multiplied by codes beside x of 16 bits. Those of fp8 are not packed."""
     return MOST_CODE_ROWS if weights.startswith("fp8") else CODE_ROWS
+
+
+def kv_factors(kv: str, narrow_read: float, narrow_compute: float) -> tuple[float, float]:
+    """On the speed at which attention reads and computes, by the format of the KV cache ("auto": as wide as the model) and what a
+    narrow one leaves."""
+    if kv == "auto":
+        return 1.0, 1.0
+    return narrow_read, INT8_KV_COMPUTE if "int8" in kv else narrow_compute

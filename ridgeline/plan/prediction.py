@@ -276,7 +276,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
             seconds = flops[:, EXPERTS] / (wide * constants.linear_compute * paced)      # codes become numbers (ops/experts)
             products[:, EXPERTS] = _tiled_experts(setup, steps, bytes_read[:, EXPERTS] / reads[EXPERTS], seconds, wide * paced)
         products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * kernel
-    reads_kv, computes_kv = _kv_factors(setup)
+    kv = setup.kv if device.kind == "cuda" else "auto"
+    reads_kv, computes_kv = precision.kv_factors(kv, constants.narrow_kv_read, constants.narrow_kv_compute)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
     attention += steps.attention_flops / (wide * constants.attention_compute * computes_kv * paced)
     smaller = min(1.0, setup.shape.head_dim / FITTED_HEAD) if device.kind == "cuda" else 1.0
@@ -306,13 +307,6 @@ def _expanding(setup: Setup, steps: Steps, codes: int) -> np.ndarray:
     weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
     moved = weights * (steps.tokens > precision.code_rows(setup.weights))[:, None] * precision.EXPANDED.get(codes, 0)
     return moved / (setup.device.bandwidth * precision.EXPANDS)
-
-
-def _kv_factors(setup: Setup) -> tuple[float, float]:
-    """On the speed at which attention reads and computes, by the format of the KV cache."""
-    if setup.kv == "auto" or setup.device.kind != "cuda":
-        return 1.0, 1.0
-    return setup.used.narrow_kv_read, precision.INT8_KV_COMPUTE if "int8" in setup.kv else setup.used.narrow_kv_compute
 
 
 def _rate_kept(setup: Setup, steps: Steps, codes: int, format: str) -> np.ndarray | float:

@@ -239,11 +239,15 @@ class AnswerEvents:
         if not isinstance(choice, dict) or not isinstance(part, dict):
             self.resumable, self.shown = False, True
             return event
-        if len(choices) > 1 or part.get("tool_calls"):
+        # A call, a refusal, sound: it is an answer, and the router does not know where it goes on.
+        more = "delta" in choice and any(value for name, value in part.items() if name != "role" and name not in FIELDS)
+        if len(choices) > 1 or more:
             self.resumable = False
-        return self._take_part(content, choice, part, event)
+        return self._take_part(content, choice, part, event, more)
 
-    def _take_part(self, content: dict[str, Any], choice: dict[str, Any], part: dict[str, Any], event: bytes) -> bytes:
+    def _take_part(
+        self, content: dict[str, Any], choice: dict[str, Any], part: dict[str, Any], event: bytes, more: bool
+    ) -> bytes:
         new = {name: text for name, text in part.items() if name in FIELDS and isinstance(text, str)}
         ends = bool(choice.get("finish_reason"))
         self.is_open = not ends
@@ -252,11 +256,11 @@ class AnswerEvents:
             new = {name: self._unseen(name, text) for name, text in new.items()}
             if ends and any(self._skip.values()):
                 raise Differs                            # it ended earlier than the first one
-            if (not ends or self.finished) and not any(new.values()) and not part.get("tool_calls"):
+            if (not ends or self.finished) and not any(new.values()) and not more:
                 return b""
             part.update(new)
             part.pop("role", None)
-        self.shown = self.shown or ends or any(new.values()) or bool(part.get("tool_calls"))
+        self.shown = self.shown or ends or more or any(new.values())
         self.finished = self.finished or (ends and self._one_choice)
         for name, text in new.items():
             self._keep(name, text)

@@ -49,6 +49,7 @@ _NOT_PASSED = frozenset({
     b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"te", b"trailer", b"upgrade",
     b"proxy-authenticate", b"x-request-id", b"request-id",
 })
+_CODINGS = frozenset({b"gzip", b"x-gzip", b"deflate", b"compress", b"x-compress", b"br", b"zstd"})       # some servers say "none"
 _NO_REASON = "a replica refused the request, and its reason is too long to be passed on, or did not come"
 _BROKEN = "the replica that wrote this answer has failed, and the answer cannot be continued exactly; send the request again"
 
@@ -62,7 +63,7 @@ def _check_form(answer: Answer) -> None:
     """ReplicaFailure if it is nothing that a client of the API can read."""
     if answer.media_type == b"text/html":
         raise ReplicaFailure("it answers with a page for browsers")          # of a proxy: a login, or a maintenance
-    if answer.header(b"content-encoding").lower() not in (b"", b"identity"):
+    if _CODINGS & {each.strip() for each in answer.header(b"content-encoding").lower().split(b",")}:
         raise ReplicaFailure("its answer is compressed, although the request says that it may not be")
 
 

@@ -26,14 +26,16 @@ logger = get_logger("route")
 LOOK_SECONDS = 1.0                   # for a check that requests wait for
 RATE_SECONDS = 1.0                   # least time between two looks at its counters
 PAGE_SECONDS = 2.0                   # for its page of metrics
-MOST_PAGE = 2**20                    # bytes of it: an engine's page has 60 KB
+MOST_PAGE = 4 * 2**20                # bytes of it, which take 20 ms: an engine's page has 60 KB, and a server may have 64 engines
 MOST_SAMPLES = 1000                  # of one number: one for each engine of a server
 MOST_NUMBER = 2.0**53                # a larger one is not believed: sums of such have no end, and no page could show them
-# vLLM has the first six, too. Of a server with several engines, a number of the first kind is a sum, of the second a mean.
+# vLLM has the first seven, too. Of a server with several engines, a number of the first kind is a sum, of the second a mean.
 SUMMED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total",
-          "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:prompt_tokens_total")
+          "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:prompt_tokens_total",
+          "vllm:iteration_tokens_total_count")
 AVERAGED = ("vllm:kv_cache_usage_perc", "ridgeline:mfu", "ridgeline:mbu")
-MADE = SUMMED[2], SUMMED[5]          # what grows while an engine computes
+# What grows while an engine computes. A prompt's tokens count when its answer begins, and steps while it is computed.
+MADE = SUMMED[2], SUMMED[5], SUMMED[6]
 MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
 

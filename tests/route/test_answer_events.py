@@ -109,11 +109,22 @@ def test_a_repetition_that_ends_early_or_differs_is_noticed() -> None:
                 events.take(part)
 
 
-def test_tool_calls_cannot_be_continued() -> None:
+@pytest.mark.parametrize("delta", [
+    {"tool_calls": [{"index": 0}]}, {"function_call": {"name": "f"}}, {"role": "assistant", "refusal": "I"},
+    {"audio": {"data": "a"}},
+])
+def test_calls_and_what_the_router_does_not_know_cannot_be_continued(delta: dict[str, object]) -> None:
+    """A stream with a call of the older kind could go elsewhere after its client had got half of the call."""
     events = AnswerEvents(resumable=True)
-    part = {"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}
-    events.take(b"data: " + json.dumps(part).encode() + b"\n\n")
+    events.take(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
     assert events.shown and not events.resumable
+
+
+def test_a_beginning_is_no_answer() -> None:
+    events = AnswerEvents(resumable=True)
+    delta = {"role": "assistant", "content": "", "refusal": None, "tool_calls": None, "function_call": None, "audio": {}}
+    events.take(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n")
+    assert not events.shown and events.resumable
 
 
 @pytest.mark.parametrize("error", [{"code": "engine_not_available"}, {"code": 503}, {"type": "service_unavailable_error"}])

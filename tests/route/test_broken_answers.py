@@ -92,6 +92,7 @@ NO_ANSWERS: dict[str, tuple[bytes, bool]] = {
     "a page for browsers": (OK + b"content-type: text/html; charset=utf-8\r\n" + sized(b"<html>sign in</html>"), False),
     "compressed": (JSON + b"content-encoding: gzip\r\n" + sized(gzip.compress(SAYS)), False),
     "compressed, it says": (JSON + b"content-encoding: GZIP\r\n" + sized(SAYS), False),
+    "compressed twice": (JSON + b"content-encoding: identity, zstd\r\n" + sized(SAYS), False),
     "a compressed stream": (EVENTS + b"content-encoding: br\r\n" + sized(b"\x1b\x03"), False),
     "an end in the middle, no length": (JSON + b"\r\n" + SAYS[:-5], True),
     "a stream without an event": (EVENTS + CHUNKED + b"0\r\n\r\n", True),
@@ -145,6 +146,16 @@ def test_an_anthropic_stream_that_breaks_never_looks_whole(head: bytes) -> None:
         assert call.body.startswith(MESSAGE) and b"event: error\ndata: {" in call.body
 
     routed(test, Broken(EVENTS + (head + chunk(MESSAGE) if head else b"\r\n" + MESSAGE)))
+
+
+@pytest.mark.parametrize("coding", [b"none", b"identity", b"utf-8", b""])
+def test_an_answer_that_names_no_compression_passes(coding: bytes) -> None:
+    """Some servers say "none", to keep proxies from compressing a stream: such a replica went down."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        call = await router.ask(CHAT | {"stream": False})
+        assert call.status == 200 and call.body == SAYS and not router.fleet.replicas[0].failed
+
+    routed(test, Broken(JSON + b"content-encoding: " + coding + b"\r\n" + sized(SAYS), False))
 
 
 def test_answers_without_a_length_pass_if_they_are_whole() -> None:

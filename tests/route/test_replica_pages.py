@@ -62,6 +62,20 @@ def test_the_fleet_of_a_router() -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_a_page_of_many_engines_is_read() -> None:
+    """Of a server with seventeen engines, the page was too long, and nothing of it was shown."""
+    async def test() -> None:
+        async with FakeReplica() as replica:
+            engine = "".join(f'vllm:e2e_request_latency_seconds_bucket{{engine="9",le="{each}"}} 0.0\n' for each in range(1000))
+            replica.metrics = (engine + PAGE % 50) * 32
+            router = Router(replica)
+            assert len(replica.metrics) > 3 * 2**19
+            assert (await router.fleet.replicas[0].numbers())["vllm:num_requests_running"] == 7 * 32
+            router.fleet.close()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_replicas_are_asked_once_for_all_who_look_at_the_fleet() -> None:
     """Fifty pages that were open asked each of fifty replicas, and read megabytes of each answer."""
     async def test() -> None:

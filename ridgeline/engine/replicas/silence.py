@@ -58,8 +58,9 @@ class Silence:
         self._begun: dict[int, Callable[[], bool]] = {}  # streams of which something has come, and what ends each
         self._heard = float("-inf")                      # when something of an answer came last
         self._is_lost = False                            # a late request has left since then, or impatient ones in a row
-        self._is_shown = False                           # … one of them a stream, or no tokens are made: it is not only slow
+        self._is_shown = False                           # … and one of them was a stream: it is not only slow
         self._tokens: tuple[float, float] | None = None  # how many its engine has made, and since when
+        self._stands_still = False                       # it has made no more of them for too long: it is not only slow, either
         self._in_vain = 0.0                              # seconds in which there were requests that left before they were late
         self._left = 0.0                                 # when the last one did
         self._quiet_until = 0.0                          # then one more is tried
@@ -82,7 +83,7 @@ class Silence:
             self._patience.observe(request.streams, now - request.sent)
         if now - since > long:                           # for as long nothing came, though this request was there
             self.ended = now
-        self._heard, self._is_lost, self._is_shown, self._in_vain = now, False, False, 0.0
+        self._heard, self._is_lost, self._is_shown, self._stands_still, self._in_vain = now, False, False, False, 0.0
 
     def left(self, number: int, now: float) -> None:
         """It failed or went elsewhere, or its client has gone; or its answer is complete. Where clients wait for less than a
@@ -105,10 +106,12 @@ class Silence:
         not only slow."""
         if made is None:
             self._tokens = None
-        elif self._tokens is None or self._tokens[0] != made:
+        elif self._tokens is None:
             self._tokens = made, now
+        elif self._tokens[0] != made:
+            self._tokens, self._stands_still = (made, now), False
         elif now - self._tokens[1] >= seconds:
-            self._is_shown = True
+            self._stands_still = True
 
     def is_silent(self, now: float) -> bool:
         if now < self._heard + SILENT_SECONDS:
@@ -138,7 +141,7 @@ class Silence:
         if not self.is_silent(now):
             return 0
         far = [each for each in self._streams.values() if now > each.sent + FAR * each.patience]
-        if self._is_shown and now >= self._heard + seconds:
+        if (self._is_shown or self._stands_still) and now >= self._heard + seconds:
             far += [each for each in self._pieces.values() if each.is_late(now) and now >= each.sent + seconds]
         moves = [each.move for each in far if each.move is not None]
         for move in moves:

@@ -107,7 +107,7 @@ def safetensors_headers(directory: Path) -> dict[str, str]:
         with suppress(ValueError, RecursionError):
             header = _decode_kinds(_text_of(path))
             header.pop("__metadata__", None)
-            found |= {name: entry.dtype[:MOST_SHOWN] for name, entry in header.items()}
+            found |= {name: entry.dtype[:MOST_SHOWN] for name, entry in header.items() if entry is not None}
         if len(found) > MAX_TENSORS:
             raise _too_many(directory, f"more than {MAX_TENSORS:,} tensors")
     return found
@@ -126,7 +126,7 @@ class TensorEntry(_Kind, gc=False, kw_only=True):
 
 _decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_entry = msgspec.json.Decoder(TensorEntry).decode
-_decode_kinds = msgspec.json.Decoder(dict[str, _Kind]).decode        # in a third of the time
+_decode_kinds = msgspec.json.Decoder(dict[str, _Kind | None]).decode         # in a third of the time; metadata may be null
 
 
 def header_of(path: Path) -> tuple[dict[str, TensorEntry], int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from ridgeline.errors import ConfigError
@@ -26,8 +27,9 @@ def choose_kernel_cache() -> None:
 
 
 def _folder() -> Path:
+    kept: Path | None = None
     try:
-        folder = platform.cache_dir() / "triton"
+        kept = folder = platform.cache_dir() / "triton"
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"\0")                           # a full disk may still make an empty file
@@ -37,5 +39,9 @@ def _folder() -> Path:
         why = f"{folder}: {free >> 20} MiB are free, and they may take {ROOM >> 20}"
     except (OSError, ConfigError) as error:
         why = str(error)
-    logger.warning("compiled GPU kernels cannot be kept, and this start compiles them anew: %s", why)
-    return temporary_folder("ridgeline-kernels-")
+    logger.warning("compiled GPU kernels cannot be kept, and this start compiles those that are not there: %s", why)
+    instead = temporary_folder("ridgeline-kernels-")
+    if kept is not None and kept.is_dir():               # in an image, say; a folder that others may write to is not read
+        with suppress(OSError, shutil.Error):            # without room for all, those that are there by then
+            shutil.copytree(kept, instead, dirs_exist_ok=True)
+    return instead

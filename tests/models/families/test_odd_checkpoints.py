@@ -245,6 +245,18 @@ def test_fused_experts_with_other_beginnings(begin: str, tmp_path: Path) -> None
         PlainModel(path)
 
 
+def test_metadata_may_be_null(tmp_path: Path) -> None:
+    """The library reads it. All dtypes of such a file were unknown."""
+    path = save_checkpoint("llama", tmp_path)
+    found = safetensors_headers(path)
+    data = (path / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps({**json.loads(data[8 : 8 + size]), "__metadata__": None}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+    load(path)
+    assert safetensors_headers(path) == found and found
+
+
 def test_a_pipe_among_the_weights_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening it would wait for its writer."""
     path = save_checkpoint("llama", tmp_path)

@@ -63,7 +63,30 @@ def test_where_none_can_be_written_a_folder_of_the_process_is_taken(
     try:
         assert folder.is_dir() and folder.name.startswith("ridgeline-kernels-") and own_cache not in folder.parents
         (folder / "kernel").write_text("")
-        assert len(caplog.messages) == 1 and "compiles them anew" in caplog.messages[0]
+        assert len(caplog.messages) == 1 and "compiles those that are not there" in caplog.messages[0]
         assert "1 MiB are free" in caplog.messages[0] or fault != "full"
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_kernels_of_an_image_are_taken_along(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with a read-only file system, and a cache that was filled when its image was made."""
+    (own_cache / "triton" / "KEY").mkdir(parents=True)
+    (own_cache / "triton" / "KEY" / "kernel.cubin").write_bytes(b"cubin")
+    own_cache.chmod(0o700)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(ROOM, ROOM, 0))
+    folder = chosen()
+    try:
+        assert folder != own_cache / "triton" and (folder / "KEY" / "kernel.cubin").read_bytes() == b"cubin"
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_cache_that_others_may_write_to_is_not_read(own_cache: Path) -> None:
+    (own_cache / "triton" / "KEY").mkdir(parents=True)
+    own_cache.chmod(0o777)
+    folder = chosen()
+    try:
+        assert [*folder.iterdir()] == []
     finally:
         shutil.rmtree(folder)
