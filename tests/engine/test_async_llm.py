@@ -666,7 +666,7 @@ class FaultyCore:
         counts = {"num_running": 0, "num_arrived": 0, "num_waiting": 0}
         self.scheduler = SimpleNamespace(**counts, counters=SchedulerCounters(), manager=manager, drafter=NoDrafter())
         self.config = SimpleNamespace(device="cpu", narrower=())
-        self.executor = SimpleNamespace()
+        self.executor, self.slow = SimpleNamespace(), SimpleNamespace(filled=0)
         self.recorder = StepRecorder(DecoderShape(8, 8, 1, 1, 8, 1, 8), "float32")
 
     def add(self, request: Request) -> None:
