@@ -170,7 +170,8 @@ def test_a_stopped_run_gives_the_same_bytes(plain: Path, tmp_path: Path, monkeyp
 class Words:
     """A tokenizer of one token for each word."""
 
-    prefix_ids: tuple[int, ...] = ()
+    def __init__(self) -> None:
+        self.prefix_ids: list[int] = []
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         return list(range(len(text.split())))
