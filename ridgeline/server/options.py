@@ -62,3 +62,7 @@ class ServerOptions:
         "", "OpenTelemetry collector for traces, like http://localhost:4318/v1/traces; empty: by the OTEL_* variables, or none"
     )
     access_log: str = option("", "file for one line of JSON per request, without prompts or keys; -: stderr")
+
+    def __post_init__(self) -> None:
+        if self.host.startswith("[") and self.host.endswith("]"):
+            object.__setattr__(self, "host", self.host[1:-1])    # an IPv6 address as URLs have it

@@ -371,8 +371,9 @@ def test_certificates_are_checked_before_anything_loads(tmp_path: Path) -> None:
 @pytest.mark.reliability("B-22")
 @pytest.mark.parametrize(
     ("host", "keys", "insecure", "starts"),
-    [("127.0.0.1", 0, False, True), ("localhost", 0, False, True), ("::1", 0, False, True), ("0.0.0.0", 0, False, False),
-     ("::", 0, False, False), ("10.1.2.3", 0, False, False), ("0.0.0.0", 1, False, True), ("0.0.0.0", 0, True, True)],
+    [("127.0.0.1", 0, False, True), ("localhost", 0, False, True), ("::1", 0, False, True), ("[::1]", 0, False, True),
+     ("0.0.0.0", 0, False, False), ("::", 0, False, False), ("[::]", 0, False, False), ("10.1.2.3", 0, False, False),
+     ("0.0.0.0", 1, False, True), ("0.0.0.0", 0, True, True)],
 )
 def test_who_can_be_reached_from_elsewhere_needs_keys(
     host: str, keys: int, insecure: bool, starts: bool, caplog: pytest.LogCaptureFixture
