@@ -29,13 +29,15 @@ PAGE_SECONDS = 2.0                   # for its page of metrics
 MOST_PAGE = 4 * 2**20                # bytes of it, which take 20 ms: an engine's page has 60 KB, and a server may have 64 engines
 MOST_SAMPLES = 1000                  # of one number: one for each engine of a server
 MOST_NUMBER = 2.0**53                # a larger one is not believed: sums of such have no end, and no page could show them
-# vLLM has the first seven, too. Of a server with several engines, a number of the first kind is a sum, of the second a mean.
-SUMMED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total",
-          "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:prompt_tokens_total",
-          "vllm:iteration_tokens_total_count")
-AVERAGED = ("vllm:kv_cache_usage_perc", "ridgeline:mfu", "ridgeline:mbu")
+# Numbers of a page; all but the last two are vLLM's, too.
+RUNNING, WAITING, KV_USED = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+GENERATED, PROMPTED, STEPS = "vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:iteration_tokens_total_count"
+HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+MFU, MBU = "ridgeline:mfu", "ridgeline:mbu"
+SUMMED = (RUNNING, WAITING, GENERATED, PROMPTED, STEPS, HITS, QUERIES)       # over the engines of a server
+AVERAGED = (KV_USED, MFU, MBU)
 # What grows while an engine computes. A prompt's tokens count when its answer begins, and steps while it is computed.
-MADE = SUMMED[2], SUMMED[5], SUMMED[6]
+MADE = (GENERATED, PROMPTED, STEPS)
 MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
 
@@ -163,7 +165,7 @@ class Replica:
     async def look_at_tokens(self) -> None:
         """Where an answer in one piece is late: it may be a long one, unless its engine makes no tokens at all."""
         found = await self.numbers() if self.silence.late(self._now()) else {}
-        made = sum(found.get(name, 0.0) for name in MADE) if MADE[0] in found else None
+        made = sum(found.get(name, 0.0) for name in MADE) if GENERATED in found else None
         self.silence.note_tokens(self._now(), made, self._most_still)
 
     def give_up_silent(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 from ridgeline.engine.replicas.fleet_report import FleetReply, FleetRow, report
 from ridgeline.route.fleet import Fleet
-from ridgeline.route.replica import AVERAGED, SUMMED, Replica
+from ridgeline.route.replica import GENERATED, HITS, KV_USED, MBU, MFU, QUERIES, RUNNING, WAITING, Replica
 
 
 async def fleet_reply(fleet: Fleet) -> FleetReply:
@@ -25,11 +25,11 @@ async def _fleet_reply(fleet: Fleet) -> FleetReply:
 def _row(fleet: Fleet, replica: Replica, found: dict[str, float]) -> FleetRow:
     now, load = fleet.now(), replica.load
     state = "down" if not replica.up else "busy" if replica.busy_until > now else "silent" if replica.is_silent(now) else "ok"
-    asked = found.get(SUMMED[4]) or replica.counts["prompt_tokens"]
-    hits = found.get(SUMMED[3], replica.counts["cached_tokens"]) if found.get(SUMMED[4]) else replica.counts["cached_tokens"]
+    asked = found.get(QUERIES) or replica.counts["prompt_tokens"]
+    hits = found.get(HITS, replica.counts["cached_tokens"]) if found.get(QUERIES) else replica.counts["cached_tokens"]
     return FleetRow(
-        name=replica.url, state=state, running=int(found.get(SUMMED[0], len(load.running))),
-        waiting=int(found.get(SUMMED[1], len(load.waiting))), tokens_s=replica.rate(now, found.get(SUMMED[2])), busy=None,
-        hit_rate=hits / asked if asked else None, kv_used=found.get(AVERAGED[0]), mfu=found.get(AVERAGED[1]),
-        mbu=found.get(AVERAGED[2]), moved=replica.counts["moved"],
+        name=replica.url, state=state, running=int(found.get(RUNNING, len(load.running))),
+        waiting=int(found.get(WAITING, len(load.waiting))), tokens_s=replica.rate(now, found.get(GENERATED)), busy=None,
+        hit_rate=hits / asked if asked else None, kv_used=found.get(KV_USED), mfu=found.get(MFU),
+        mbu=found.get(MBU), moved=replica.counts["moved"],
     )

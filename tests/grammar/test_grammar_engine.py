@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import threaded_engine
 import torch
-from grammar_schemas import WRITTEN, drawn
+from grammar_schemas import OPTIONS, SCHEMA, WRITTEN, drawn
 from llguidance import LLExecutor
 from served_model import wait_until, write_model
 
@@ -47,18 +47,6 @@ from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.scheduler.bookkeeping import InFlight
 from ridgeline.text.tokenizer import Tokenizer
-
-OPTIONS: dict[str, Any] = {
-    "load_format": "dummy", "max_model_len": 512, "num_gpu_blocks_override": 1500, "block_size": 4, "max_num_seqs": 32,
-    "dtype": "float64",
-}
-SCHEMA = {
-    "type": "object", "additionalProperties": False, "required": ["id", "name", "tags"],
-    "properties": {
-        "id": {"type": "integer", "minimum": 0, "maximum": 9999}, "name": {"type": "string", "maxLength": 8},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-    },
-}
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grammar_schemas import OPTIONS, SCHEMA
 from served_model import write_model
 
 from ridgeline import LLM, RequestOutput, SamplingParams
@@ -23,17 +24,6 @@ from ridgeline.grammar.matcher import Matcher
 from ridgeline.messages import Request
 from ridgeline.sampling_params import StructuredOutputs
 
-OPTIONS: dict[str, Any] = {
-    "load_format": "dummy", "max_model_len": 512, "num_gpu_blocks_override": 1500, "block_size": 4, "max_num_seqs": 32,
-    "dtype": "float64",
-}
-SCHEMA = {
-    "type": "object", "additionalProperties": False, "required": ["id", "name", "tags"],
-    "properties": {
-        "id": {"type": "integer", "minimum": 0, "maximum": 9999}, "name": {"type": "string", "maxLength": 8},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-    },
-}
 PROMPTS = [f"Hello {name}, what is it?" for name in ("Ann", "Bob", "Cleo", "Dora", "Emil", "Fay", "Gus", "Hal")]
 HARD = {"step_lexer_fuel": 40}       # some masks of SCHEMA need more
 

@@ -8,6 +8,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
+# Of an engine whose tiny model answers noise, and what its answers are asked to be.
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy", "max_model_len": 512, "num_gpu_blocks_override": 1500, "block_size": 4, "max_num_seqs": 32,
+    "dtype": "float64",
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object", "additionalProperties": False, "required": ["id", "name", "tags"],
+    "properties": {
+        "id": {"type": "integer", "minimum": 0, "maximum": 9999}, "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+}
 WRITTEN: list[dict[str, Any]] = [
     {"type": "string", "format": "date"},
     {"type": "string", "format": "date-time"},
