@@ -236,6 +236,7 @@ def _always(call: Call) -> bool:
 _ROWS = (
     Kernel("one_row_gemm", _one_row_gemm, True), Kernel("ring_gemm", _code_ring_gemm), Kernel("wide_gemm", _code_wide_gemm),
 )
+_CODES = Kernel("codes_gemv", _codes_gemv, True)         # 8-bit codes that are not packed; x stays in 16 bits
 _GATED = Kernel("gated_wide_gemm", _code_gated_gemm)     # a tile with scales of blocks would have several of them
 _PACKED_ROWS = (Kernel("packed_gemm", _gemm_of(packed_plan)), Kernel("expand", _always))
 _ANY = (Kernel("few_rows", _few_rows), Kernel("expand", _always))
@@ -245,11 +246,11 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
         Kernel("ring_gemm", _ring_gemm), Kernel("small_gemm", _small_gemm), Kernel("gated_gemm", _gated_gemm),
         Kernel("library", _always),
     ),
-    "fp8-row": (_GATED, *_ROWS, Kernel("scaled_mm", _always)),
-    "int8-row": (_GATED, *_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
-    "fp8-block": (*_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
-    "fp8-block-cut": (*_ROWS[:2], Kernel("expand", _always)),            # blocks that a part of the linear cuts
-    "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # 8-bit codes that are not packed; x stays in 16 bits
+    "fp8-row": (_GATED, *_ROWS, _CODES, Kernel("scaled_mm", _always)),
+    "int8-row": (_GATED, *_ROWS, _CODES, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
+    "fp8-block": (*_ROWS, _CODES, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
+    "fp8-block-cut": (*_ROWS[:2], _CODES, Kernel("expand", _always)),            # blocks that a part of the linear cuts
+    "codes": (_CODES, *_ANY),
     "4-bit": (Kernel("packed_gemv", _gemv_of(packed_plan), True), *_PACKED_ROWS),
     "6-bit": (Kernel("packed_gemv", _gemv_of(_high_plan), True), *_PACKED_ROWS),     # Q5, Q6_K: a plane of two more bits
     "8-bit": (                                                           # Q8_0, W8A16, LLM.int8(): x stays in 16 bits

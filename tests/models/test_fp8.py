@@ -394,6 +394,6 @@ def test_one_row_has_a_plan_where_its_codes_and_its_rings_fit() -> None:
             (8192, 28672, False),
         ]
     }
-    assert list(names.values()) == ["one_row_gemm"] * 4 + ["scaled_mm", "ring_gemm"]
+    assert list(names.values()) == ["one_row_gemm"] * 4 + ["codes_gemv", "ring_gemm"]
     assert not one_row_plan(4096, 14336, False, H200.shared - 1280).whole      # type: ignore[union-attr]
     assert choose("fp8-row", 2, 6144, 4096, False, H200).kernel == "ring_gemm"

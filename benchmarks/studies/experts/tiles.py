@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,20 +27,23 @@ from torch import Tensor
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.graph_times import graph_microseconds
 from ridgeline.bench.lab.record import commit
-from ridgeline.ops.experts import expert_products, few_tokens, packed_few, packed_products
+from ridgeline.ops.experts import expert_products, few_bytes, few_tokens, packed_few, packed_products
 from ridgeline.ops.experts.expert_products import Tile, experts_triton
 from ridgeline.ops.experts.experts_op import experts_reference
+from ridgeline.ops.experts.few_bytes import FewBytes
 from ridgeline.ops.experts.few_tokens import Few
-from ridgeline.ops.experts.packed_matrices import each_expanded, pack_experts
-from ridgeline.ops.packed.packed_weight import PackedWeight, byte_scales
+from ridgeline.ops.experts.matrices import Matrices, numbers
+from ridgeline.ops.experts.packed_matrices import pack_experts
+from ridgeline.ops.packed.packed_weight import byte_scales
+from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import triton
 
 SHAPES = {                           # hidden size, width of an expert, experts, used by a token, weights
     "qwen3-30b-a3b": (2048, 768, 128, 8, "bfloat16"), "mixtral-8x7b": (4096, 14336, 8, 2, "bfloat16"),
     "deepseek-v2-lite": (2048, 1408, 64, 6, "bfloat16"), "gpt-oss-20b": (2880, 2880, 32, 4, "mxfp4"),
-    "qwen3-30b-a3b-int4": (2048, 768, 128, 8, "int4"),
+    "qwen3-30b-a3b-int4": (2048, 768, 128, 8, "int4"), "qwen3-30b-a3b-fp8": (2048, 768, 128, 8, "fp8"),
 }
-BYTES = {"bfloat16": 2.0, "mxfp4": 17 / 32, "int4": 0.5 + 2 / 128}       # of a weight as a checkpoint has it
+BYTES = {"bfloat16": 2.0, "mxfp4": 17 / 32, "int4": 0.5 + 2 / 128, "fp8": 1.0}       # of a weight as a checkpoint has it
 TOKENS = (1, 2, 8, 32, 128, 512, 2048, 8192)
 BANDWIDTH = 4.38e12
 CHECKED = 16                         # tokens that are compared with the definition
@@ -60,6 +64,9 @@ def variants(weights: str, tokens: int, used: int, experts: int) -> Iterator[tup
             for tile in (Tile(16, 64, 128, 4, 4, 1), Tile(32, 64, 64, 4, 4, 1), Tile(64, 64, 64, 4, 4, 1)):
                 yield f"tile {tuple(tile)}", [(expert_products, "_measured_tile", lambda *_, tile=tile: tile)]
         return
+    if weights == "fp8":
+        yield from byte_variants(mean, few)
+        return
     if few:
         for warps in (8, 4, 2):
             yield f"up warps {warps}", [(packed_few, "up_warps", lambda _, warps=warps: warps)]
@@ -76,9 +83,32 @@ def variants(weights: str, tokens: int, used: int, experts: int) -> Iterator[tup
             yield f"rows {rows} {shape}", [(packed_products, "packed_tile_for", lambda *_, plan=plan: plan)]
 
 
-def matrix(weights: str, experts: int, outputs: int, inputs: int, gated: bool) -> Tensor | PackedWeight:
+def byte_variants(mean: float, few: bool) -> Iterator[tuple[str, Replaced]]:
+    if few:
+        for up, down in product(((1, 4, 4), (4, 2, 4), (2, 4, 2)), ((2, 3, 8), (4, 3, 8), (2, 2, 8))):
+            yield f"up {up} down {down}", [
+                (few_bytes, "UP", FewBytes(*up)), (few_bytes, "down_tile", lambda *_, down=down: FewBytes(*down)),
+            ]
+        yield "tiles", [(expert_products, "serves_bytes", lambda *_: False)]
+    else:
+        yield "x in 16 bits", [(expert_products, "row_codes", lambda *_: 0)]
+    for tile in (
+        Tile(16, 64, 128, 4, 4, 1), Tile(16, 128, 128, 8, 3, 1), Tile(16, 128, 128, 8, 4, 1), Tile(32, 64, 128, 4, 4, 1),
+        Tile(32, 128, 128, 8, 3, 1), Tile(32, 128, 128, 8, 4, 1), Tile(64, 64, 128, 4, 3, 1), Tile(64, 128, 128, 8, 3, 1),
+        Tile(64, 128, 128, 8, 3, 8), Tile(64, 128, 128, 8, 4, 8), Tile(128, 128, 128, 8, 3, 8), Tile(128, 64, 128, 8, 3, 8),
+    ):
+        if mean / 2 <= tile.rows <= max(4 * mean, 32) and not few:
+            yield f"tile {tuple(tile)}", [(expert_products, "row_code_tile_for", lambda *_, tile=tile: tile)]
+
+
+def matrix(weights: str, experts: int, outputs: int, inputs: int, gated: bool) -> Matrices:
     if weights == "bfloat16":
         return torch.randn(experts, outputs, inputs, device="cuda", dtype=torch.bfloat16) * inputs**-0.5
+    if weights == "fp8":
+        codes = (torch.randn(experts, outputs, inputs, device="cuda", dtype=torch.bfloat16) * 100).clamp_(-448, 448)
+        codes = codes.to(torch.float8_e4m3fn)
+        scale = (0.5 + torch.rand(experts, outputs // 128, inputs // 128, device="cuda")) * inputs**-0.5 / 100
+        return QuantisedWeight("e4m3", inputs, codes, scale, (128, 128))
     group, kind = (32, "e2m1") if weights == "mxfp4" else (128, "uint4")
     codes = torch.randint(0, 256, (experts, outputs, inputs // 2), device="cuda", dtype=torch.uint8)
     power = torch.randint(-1, 2, (experts, outputs, inputs // group), device="cuda").float().exp2()
@@ -89,8 +119,8 @@ def matrix(weights: str, experts: int, outputs: int, inputs: int, gated: bool) -
 def relative_error(call: tuple[Tensor, ...], gate_up: Any, down: Any) -> float:
     x, chosen, shares = call
     found = experts_triton(x, gate_up, down, chosen, shares)[:CHECKED].float()
-    numbers = [each if isinstance(each, Tensor) else each_expanded(each, torch.float32) for each in (gate_up, down)]
-    wanted = experts_reference(x[:CHECKED].float(), *(each.float() for each in numbers), chosen[:CHECKED], shares[:CHECKED])
+    matrices = (numbers(each, torch.float32).float() for each in (gate_up, down))
+    wanted = experts_reference(x[:CHECKED].float(), *matrices, chosen[:CHECKED], shares[:CHECKED])
     return float((found - wanted).norm() / wanted.norm())
 
 

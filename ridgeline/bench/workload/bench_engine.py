@@ -17,7 +17,9 @@ from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.engine.core.gc_policy import collect_old, freeze_loaded
 from ridgeline.messages import Request
 from ridgeline.metrics import HAPPENED
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
+from ridgeline.quant.format import quantises_rows
 from ridgeline.quant.quality_card import find_card, with_card
 from ridgeline.resolve import ResolvedConfig, model_path, resolve
 from ridgeline.runner.runner import Runner
@@ -139,10 +141,19 @@ def quality_of(config: ResolvedConfig | EngineConfig) -> str:
     groups = dataclasses.asdict(config if isinstance(config, EngineConfig) else config.options)
     options = {name: value for group in groups.values() for name, value in group.items()}
     lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.is_on(options)]
+    if isinstance(config, ResolvedConfig) and _rounds_rows(config):
+        lossy.append("activations in 8 bits")
     said = ", ".join(_kv_quality(options) if name == "quantised KV" else name for name in lossy) or EXACT
     given = config if isinstance(config, EngineConfig) else config.options
     found = find_card(model_path(given)) if given.model.model else None
     return with_card(said, found.line if found is not None and found.matches else "")
+
+
+def _rounds_rows(config: ResolvedConfig) -> bool:
+    """Whether a checkpoint's own format means rows of x in 8 bits, and kernels take them so."""
+    if config.device != "cuda" or config.model.quantisation is None:
+        return False
+    return any(quantises_rows(format) for _, format in LinearFormats(config.model, "none", "cuda").shapes())
 
 
 def _kv_quality(options: dict[str, Any]) -> str:

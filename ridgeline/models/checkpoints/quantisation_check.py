@@ -141,8 +141,8 @@ def _speed(kept: list[WeightFormat], slow: set[str], hidden_size: int, dtype: st
         )
     if hidden_size < FEWEST_RING_INPUTS:
         return (
-            f"linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
-            "and decode may be slower than in bfloat16"
+            f"linears with fewer than {FEWEST_RING_INPUTS} inputs have a decode kernel of their own for one row; "
+            f"steps of several rows may be slower than in {dtype}"
         )
     return ""
 

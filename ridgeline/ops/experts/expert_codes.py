@@ -2,6 +2,7 @@
 
     e2m1     MXFP4: two codes in a byte (the even input in its low half), and an exponent for each 32 inputs, 2^(scale - 127)
     uint4    two codes in a byte, (code - zero) * scale, zero 8 or stored, for groups of inputs
+    e4m3     a code in a byte; scales for blocks of weights multiply the sums
 
 The bits of an e2m1 code are put into a bfloat16 number: sign, exponent and mantissa keep their order, and 2^126 makes the value
 of the subnormal number that results. That factor and the scale are one multiplication. It is exact for scales up to
@@ -66,4 +67,22 @@ def integer_codes(codes, scale, zero, ZEROS: tl.constexpr, UPCAST: tl.constexpr)
     numbers = tl.join(low, high).reshape((BLOCK, INPUTS))
     if not UPCAST:
         numbers = numbers.to(tl.bfloat16)
+    return numbers
+
+
+@triton_kernel()
+def byte_codes(codes, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """e4m3 codes, uint8 -> bfloat16; with UPCAST float32. Four codes at a time, two in a word: sign, exponent and mantissa to
+    their places in a bfloat16 number, which is 2^120 times too small. Conversion instructions take six times as long."""
+    if UPCAST:
+        wide = codes.to(tl.int8, bitcast=True).to(tl.int32)
+        numbers = ((wide << 20) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        numbers = tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high, zero, factor; mov.b32 zero, 0x80008000; mov.b32 factor, 0x7b807b80;
+            prmt.b32 low, $2, 0, 0x9180; prmt.b32 high, $2, 0, 0xb3a2; shl.b32 low, low, 4; shl.b32 high, high, 4;
+            and.b32 low, low, 0x87f087f0; and.b32 high, high, 0x87f087f0;
+            fma.rn.bf16x2 $0, low, factor, zero; fma.rn.bf16x2 $1, high, factor, zero; }""",
+            "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4,
+        )
     return numbers

@@ -18,15 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.ops.activation import gated_activation
-from ridgeline.ops.experts.expert_codes import expanded_codes, integer_codes
+from ridgeline.ops.experts.expert_codes import byte_codes, expanded_codes, integer_codes
 from ridgeline.ops.experts.expert_gate import gated_sums
 from ridgeline.ops.experts.expert_tiles import sorted_pairs, tile_at
-from ridgeline.ops.experts.few_tokens import FEW_GRIDS, experts_few, serves, shared_parts
-from ridgeline.ops.experts.matrices import Codes, Matrices, as_codes, numbers
+from ridgeline.ops.experts.few_bytes import experts_few_bytes, serves_bytes
+from ridgeline.ops.experts.few_tokens import experts_few, serves, shared_parts
+from ridgeline.ops.experts.matrices import Codes, Matrices, as_codes, loadable, numbers
 from ridgeline.ops.experts.packed_few import experts_few_packed, serves_packed
 from ridgeline.ops.experts.packed_matrices import multiplies_packed
 from ridgeline.ops.experts.packed_products import packed_pairs
+from ridgeline.ops.hopper import is_hopper
 from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
+from ridgeline.ops.linear.fp8_rows import fp8_rows_triton
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton_kernel
@@ -56,18 +59,19 @@ def _scales_at(  # type: ignore[no-untyped-def]
 @triton_kernel()
 def _weights_at(  # type: ignore[no-untyped-def]
     weight_ptr, row, start, kept, scale, zero, INPUTS: tl.constexpr, STEP: tl.constexpr, GRID: tl.constexpr,
-    GROUP: tl.constexpr, ZEROS: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """A block of weights [BLOCK, STEP] as numbers. Those of the grid e4m3 lack their scale, which multiplies the sums."""
+    """A block of weights [BLOCK, STEP] as numbers, for rows of codes as codes. Those of the grid e4m3 lack their scale, which
+    multiplies the sums."""
     if GRID == "" or GRID == "e4m3":
         column = start + tl.arange(0, STEP)
         weights = tl.load(
             weight_ptr + row[:, None] * INPUTS + column[None, :], mask=kept[:, None] & (column < INPUTS)[None, :], other=0.0
         )
-        if UPCAST:
+        if GRID == "e4m3" and PARTS == 0:
+            weights = byte_codes(weights, UPCAST)
+        elif UPCAST:
             weights = weights.to(tl.float32)
-        elif GRID == "e4m3":
-            weights = weights.to(tl.bfloat16)
     else:
         SPAN: tl.constexpr = STEP if GROUP > STEP else GROUP
         group = start // SPAN + tl.arange(0, STEP // SPAN)
@@ -82,10 +86,16 @@ def _weights_at(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def _product(sums, left, right, scale, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sums + left right; with e4m3 codes their products are multiplied by the scale of a step, [BLOCK, 1]."""
+def _product(sums, left, right, fine, scale, GRID: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums + left right; with e4m3 codes their products are multiplied by the scale of a step, [BLOCK, 1]. `fine`: with PARTS 2
+    the codes of what rounding left of `right`, 16 times as large."""
     if GRID == "e4m3":
-        sums += tl.dot(left, right, input_precision="ieee") * scale
+        if PARTS == 2:
+            both = tl.dot(left, fine, input_precision="ieee") * 0.0625
+            both = tl.dot(left, right, both, input_precision="ieee")
+        else:
+            both = tl.dot(left, right, input_precision="ieee")
+        sums += both * scale
     else:
         sums = tl.dot(left, right, sums, input_precision="ieee")
     return sums
@@ -93,14 +103,16 @@ def _product(sums, left, right, scale, GRID: tl.constexpr):  # type: ignore[no-u
 
 @triton_kernel(do_not_specialize=["num_tiles"])
 def _experts_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, stride, limit, alpha,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, stride, limit, alpha,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [pairs by expert, OUTPUTS]"""
+    """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [pairs by expert, OUTPUTS]. PARTS: 0, or how many rows of codes
+    each row of x became."""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
+    EACH: tl.constexpr = PARTS if PARTS > 0 else 1
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -108,12 +120,12 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
         expert, first, stop, block = tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
         if expert >= 0:
             at = first + tl.arange(0, ROWS)
-            token = tl.load(order_ptr + at, mask=at < stop, other=0) // USED
+            line = (tl.load(order_ptr + at, mask=at < stop, other=0) // USED).to(tl.int64) * EACH
             output = block * BLOCK + tl.arange(0, BLOCK)
             kept = output < OUTPUTS
             row = expert.to(tl.int64) * 2 * OUTPUTS + output
             column = tl.arange(0, STEP)
-            rows = x_ptr + token.to(tl.int64)[:, None] * stride + column[None, :]
+            rows = x_ptr + line[:, None] * stride + column[None, :]
             gate = tl.zeros((BLOCK, ROWS), tl.float32)
             up = tl.zeros((BLOCK, ROWS), tl.float32)
             gate_scale, up_scale = 0, 0
@@ -131,17 +143,24 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
                     up_zero = _scales_at(zero_ptr, row + OUTPUTS, start, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
                 there = (at < stop)[:, None] & (start + column < INPUTS)[None, :]
                 right = tl.trans(tl.load(rows + start, mask=there, other=0.0))
+                fine = right
+                if PARTS == 2:
+                    fine = tl.trans(tl.load(rows + stride + start, mask=there, other=0.0))
                 if UPCAST:
-                    right = right.to(tl.float32)
+                    right, fine = right.to(tl.float32), fine.to(tl.float32)
                 left = _weights_at(
-                    weight_ptr, row, start, kept, gate_scale, gate_zero, INPUTS, STEP, GRID, GROUP, ZEROS, UPCAST
+                    weight_ptr, row, start, kept, gate_scale, gate_zero, INPUTS, STEP, GRID, GROUP, ZEROS, PARTS, UPCAST
                 )
-                gate = _product(gate, left, right, gate_scale, GRID)
+                gate = _product(gate, left, right, fine, gate_scale, GRID, PARTS)
                 left = _weights_at(
-                    weight_ptr, row + OUTPUTS, start, kept, up_scale, up_zero, INPUTS, STEP, GRID, GROUP, ZEROS, UPCAST
+                    weight_ptr, row + OUTPUTS, start, kept, up_scale, up_zero, INPUTS, STEP, GRID, GROUP, ZEROS, PARTS, UPCAST
                 )
-                up = _product(up, left, right, up_scale, GRID)
+                up = _product(up, left, right, fine, up_scale, GRID, PARTS)
                 gate_scale, up_scale = next_gate, next_up
+            if PARTS > 0:
+                row_scale = tl.load(x_scale_ptr + line, mask=at < stop, other=0.0)[None, :]
+                gate *= row_scale
+                up *= row_scale
             if BIAS:
                 biases = bias_ptr + row
                 gate += tl.load(biases, mask=kept, other=0.0).to(tl.float32)[:, None]
@@ -153,14 +172,14 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
 
 @triton_kernel(do_not_specialize=["num_tiles"])
 def _experts_down_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """x [pairs by expert, INPUTS], weight [experts, OUTPUTS, INPUTS] -> out [pairs, OUTPUTS]"""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
+    EACH: tl.constexpr = PARTS if PARTS > 0 else 1
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -172,7 +191,8 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
             kept = output < OUTPUTS
             row = expert.to(tl.int64) * OUTPUTS + output
             column = tl.arange(0, STEP)
-            rows = x_ptr + at.to(tl.int64)[:, None] * INPUTS + column[None, :]
+            line = at.to(tl.int64) * EACH
+            rows = x_ptr + line[:, None] * INPUTS + column[None, :]
             sums = tl.zeros((BLOCK, ROWS), tl.float32)
             scale = 0
             if GRID != "":
@@ -185,11 +205,16 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
                     zero = _scales_at(zero_ptr, row, start, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
                 there = (at < stop)[:, None] & (start + column < INPUTS)[None, :]
                 right = tl.trans(tl.load(rows + start, mask=there, other=0.0))
+                fine = right
+                if PARTS == 2:
+                    fine = tl.trans(tl.load(rows + INPUTS + start, mask=there, other=0.0))
                 if UPCAST:
-                    right = right.to(tl.float32)
-                left = _weights_at(weight_ptr, row, start, kept, scale, zero, INPUTS, STEP, GRID, GROUP, ZEROS, UPCAST)
-                sums = _product(sums, left, right, scale, GRID)
+                    right, fine = right.to(tl.float32), fine.to(tl.float32)
+                left = _weights_at(weight_ptr, row, start, kept, scale, zero, INPUTS, STEP, GRID, GROUP, ZEROS, PARTS, UPCAST)
+                sums = _product(sums, left, right, fine, scale, GRID, PARTS)
                 scale = following
+            if PARTS > 0:
+                sums *= tl.load(x_scale_ptr + line, mask=at < stop, other=0.0)[None, :]
             if BIAS:
                 sums += tl.load(bias_ptr + row, mask=kept, other=0.0).to(tl.float32)[:, None]
             pair = tl.load(order_ptr + at, mask=at < stop, other=0).to(tl.int64)
@@ -250,6 +275,37 @@ def code_tile_for(pairs: int, experts: int, gated: bool) -> Tile:
     return Tile(rows, 64, 64, 4, 4, 1 if rows < 64 else 2)
 
 
+def byte_tile_for(pairs: int, experts: int, gated: bool) -> Tile:
+    """Of 8-bit codes. Tiles of 32 outputs are multiplied by mma.sync, which takes codes from shared memory four at a time; wgmma
+    takes two."""
+    per_expert = pairs / min(pairs, experts)
+    if per_expert <= 9:
+        return Tile(16, 32, 128, 2, 4, 1)
+    if per_expert <= 20:
+        return Tile(32, 32, 128, 2, 4, 1)
+    if per_expert <= 96:
+        return Tile(64, 64, 64, 4, 6, 1)
+    return Tile(128, 128, 64, 8, 3, 8)
+
+
+def row_codes(x: Tensor, gate_up: Codes, down: Codes) -> int:
+    """How many rows of e4m3 codes a row of x becomes, for tensor cores that multiply codes by codes: coarse and fine ones, which
+    keep what a bfloat16 number has. 0: x stays as it is."""
+    whole = gate_up.weight.shape[2] % 16 == 0 and down.weight.shape[2] % 16 == 0
+    hopper = TRITON_INTERPRETED or is_hopper(x.device)
+    return 2 if gate_up.grid == down.grid == "e4m3" and whole and hopper else 0
+
+
+def row_code_tile_for(pairs: int, experts: int, gated: bool) -> Tile:
+    """Of 8-bit codes and rows of codes."""
+    per_expert = pairs / min(pairs, experts)
+    if per_expert <= 4:
+        return Tile(16, 64, 128, 4, 3 if gated else 4, 1)
+    if per_expert <= 20:
+        return Tile(16 if per_expert <= 9 else 32, 128, 128, 8, 4, 1)
+    return Tile(64, 128, 128, 8, 3, 1 if per_expert <= 96 else 8)
+
+
 def experts_triton(
     x: Tensor, gate_up: Matrices, down: Matrices, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
@@ -274,8 +330,11 @@ def experts_triton(
             results = packed_pairs(x, gate_up, down, chosen, kind, biases, limit, alpha, reads, elsewhere)
             return _summed(results, weights, out)
     up, back = as_codes(gate_up), as_codes(down)
-    if serves(tokens, used, len(back.weight)) and not elsewhere and back.grid in FEW_GRIDS and not invariant:
-        return experts_few(x, up, back, chosen, weights, out, kind, biases, limit, alpha, reads)
+    if serves(tokens, used, len(back.weight)) and not elsewhere and not invariant:
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return experts_few(x, gate_up, down, chosen, weights, out, kind, biases, limit, alpha, reads)
+        if serves_bytes(up, back, x):
+            return experts_few_bytes(x, up, back, chosen, weights, out, kind, biases, limit, alpha, reads)
     results = _tile_products(x, up, back, chosen, kind, biases, limit, alpha, reads, elsewhere, invariant)
     return _summed(results, weights, out)
 
@@ -285,12 +344,11 @@ def _with_shared(
     reads: Tensor | None, elsewhere: bool, shared: tuple[Tensor, Tensor],
 ) -> Tensor:
     """In the kernels of few tokens where they take it, else one after the other. Such experts have no biases and no limit."""
-    if not isinstance(gate_up, PackedWeight) and not isinstance(down, PackedWeight) and len(x) and not elsewhere:
-        up, back = as_codes(gate_up), as_codes(down)
-        if serves(chosen.shape[0], chosen.shape[1], len(back.weight)) and shared_parts(up, back, shared):
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and len(x) and not elsewhere:
+        if serves(chosen.shape[0], chosen.shape[1], len(down)) and shared_parts(gate_up, down, shared):
             rows = x if x.stride(-1) == 1 else x.contiguous()
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            return experts_few(rows, up, back, chosen, weights, out, kind, (None, None), None, alpha, reads, shared)
+            return experts_few(rows, gate_up, down, chosen, weights, out, kind, (None, None), None, alpha, reads, shared)
     out = experts_triton(x, gate_up, down, chosen, weights, kind, None, None, None, alpha, reads, elsewhere)
     return out.add_(F.linear(gated_activation(F.linear(x, shared[0]), kind), shared[1]))
 
@@ -302,31 +360,47 @@ def _tile_products(
     """[pairs, hidden]: each pair's result; zeros for those whose expert is elsewhere."""
     count, hidden = down.weight.shape[:2]
     width, used, pairs = gate_up.weight.shape[1] // 2, chosen.shape[1], chosen.numel()
-    four, size, shown = down.bits == 4, x.element_size(), INVARIANT_PAIRS * count if invariant else pairs
-    up, back = (
-        code_tile_for(shown, count, gated) if four else tile_for(shown, count, gated, size, shared_memory(x.device))
-        for gated in (True, False)
-    )
+    shown = INVARIANT_PAIRS * count if invariant else pairs
+    parts = row_codes(x, gate_up, down)
+    up, back = (_tile_of(down.bits, shown, count, gated, x, parts) for gated in (True, False))
     order, tiles = sorted_pairs(chosen, count, up.rows, reads, elsewhere)
     number = len(tiles) - 1
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     # Of experts that are elsewhere no tile writes the result.
     results = (torch.zeros if elsewhere else torch.empty)((pairs, hidden), dtype=x.dtype, device=x.device)
-    given = {"UPCAST": TRITON_INTERPRETED, **dependent_launch(x.device)}
+    given = {"PARTS": parts, "UPCAST": TRITON_INTERPRETED, **dependent_launch(x.device)}
     programs = _programs(x.device, number * cdiv(width, up.outputs), up, True, down.bits)
+    rows, row_scale = _rows_of(x, parts)
     _experts_up_kernel[programs,](
-        x, *gate_up.tensors(chosen), x if biases[0] is None else biases[0], inner, order, tiles, number, x.stride(0),
-        float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
+        rows, row_scale, *gate_up.tensors(chosen, parts > 0), x if biases[0] is None else biases[0], inner, order, tiles, number,
+        rows.stride(0), float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
         BIAS=biases[0] is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs, STEP=_step(up, hidden),
         NEIGHBOURS=up.neighbours, num_warps=up.warps, num_stages=up.stages, **gate_up.constants(), **given,
     )
     programs = _programs(x.device, number * cdiv(hidden, back.outputs), back, False, down.bits)
+    rows, row_scale = _rows_of(inner, parts)
     _experts_down_kernel[programs,](
-        inner, *down.tensors(chosen), x if biases[1] is None else biases[1], results, order, tiles, number, INPUTS=width,
-        OUTPUTS=hidden, BIAS=biases[1] is not None, ROWS=back.rows, BLOCK=back.outputs, STEP=_step(back, width),
+        rows, row_scale, *down.tensors(chosen, parts > 0), x if biases[1] is None else biases[1], results, order, tiles, number,
+        INPUTS=width, OUTPUTS=hidden, BIAS=biases[1] is not None, ROWS=back.rows, BLOCK=back.outputs, STEP=_step(back, width),
         NEIGHBOURS=back.neighbours, num_warps=back.warps, num_stages=back.stages, **down.constants(), **given,
     )
     return results
+
+
+def _rows_of(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """x as the kernels read it, and the scales of its codes."""
+    if not parts:
+        return x, x
+    codes, scale = fp8_rows_triton(x, parts == 2)
+    return loadable(codes), scale
+
+
+def _tile_of(bits: int, pairs: int, experts: int, gated: bool, x: Tensor, parts: int) -> Tile:
+    if parts:
+        return row_code_tile_for(pairs, experts, gated)
+    if bits <= 8:
+        return (code_tile_for if bits == 4 else byte_tile_for)(pairs, experts, gated)
+    return tile_for(pairs, experts, gated, x.element_size(), shared_memory(x.device))
 
 
 def _summed(results: Tensor, weights: Tensor, out: Tensor) -> Tensor:

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.experts.expert_gate import gated_sums
-from ridgeline.ops.experts.matrices import Codes
 from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.registry import tl, triton_kernel
 
-FEW_GRIDS = ("", "e4m3")             # numbers, and codes that are read as numbers; 4-bit ones have packed_few.py
 MOST_TOKENS = 8
 REREAD = 1.15                        # reads of weights, for each expert that is visited
 
@@ -45,33 +43,12 @@ def _weights_of(  # type: ignore[no-untyped-def]
     return tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
-@triton_kernel()
-def _row_sums(  # type: ignore[no-untyped-def]
-    weights, x, scale_ptr, first, start, output, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GRID: tl.constexpr,
-    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-):
-    """[BLOCK]: the products of a block of weights [BLOCK, STEP] with x [STEP], times the scales of its groups."""
-    products = weights.to(tl.float32) * x[None, :]
-    if GRID == "":
-        sums = tl.sum(products, 1)
-    else:
-        BLOCK: tl.constexpr = weights.shape[0]
-        STEP: tl.constexpr = weights.shape[1]
-        SPAN: tl.constexpr = STEP if GROUP > STEP else GROUP
-        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-        group = (start + tl.arange(0, STEP // SPAN) * SPAN) // GROUP
-        place = scale_ptr + ((first + output) // SCALE_ROWS)[:, None] * groups + group[None, :]
-        scale = tl.load(place, mask=(output < OUTPUTS)[:, None] & (group < groups)[None, :], other=0.0)
-        sums = tl.sum(tl.sum(products.reshape((BLOCK, STEP // SPAN, SPAN)), 2) * scale, 1)
-    return sums
-
-
 @triton_kernel(do_not_specialize=["pairs"])
 def _experts_few_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, shared_ptr, bias_ptr, out_ptr, chosen_ptr, reads_ptr, pairs, stride, limit, alpha,
+    x_ptr, weight_ptr, shared_ptr, bias_ptr, out_ptr, chosen_ptr, reads_ptr, pairs, stride, limit, alpha,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr,
-    BIAS: tl.constexpr, CLAMPED: tl.constexpr, READS: tl.constexpr, PAIRS: tl.constexpr, GRID: tl.constexpr,
-    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    BIAS: tl.constexpr, CLAMPED: tl.constexpr, READS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [T, USED + SHARED, OUTPUTS]. The shared expert is SHARED times as
     wide as others: [2 SHARED OUTPUTS, INPUTS]."""
@@ -103,13 +80,13 @@ def _experts_few_up_kernel(  # type: ignore[no-untyped-def]
         next_gates = _weights_of(base, first, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
         next_ups = _weights_of(base, first + partner, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
         x = tl.load(row + start).to(tl.float32)
-        gate += _row_sums(gates, x, scale_ptr, first, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
-        up += _row_sums(ups, x, scale_ptr, first + OUTPUTS, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
+        gate += tl.sum(gates.to(tl.float32) * x[None, :], 1)
+        up += tl.sum(ups.to(tl.float32) * x[None, :], 1)
         gates, ups = next_gates, next_ups
     last: tl.constexpr = (INPUTS - 1) // STEP * STEP
     x = tl.load(row + last, mask=column < INPUTS - last, other=0.0).to(tl.float32)
-    gate += _row_sums(gates, x, scale_ptr, first, last, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
-    up += _row_sums(ups, x, scale_ptr, first + OUTPUTS, last, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
+    gate += tl.sum(gates.to(tl.float32) * x[None, :], 1)
+    up += tl.sum(ups.to(tl.float32) * x[None, :], 1)
     if BIAS:
         biases = bias_ptr + first + output
         gate += tl.load(biases, mask=output < OUTPUTS, other=0.0).to(tl.float32)
@@ -176,10 +153,9 @@ def _down_input(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def _experts_few_down_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, shared_ptr, bias_ptr, share_ptr, out_ptr, chosen_ptr,
+    x_ptr, weight_ptr, shared_ptr, bias_ptr, share_ptr, out_ptr, chosen_ptr,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, SHARED: tl.constexpr, BIAS: tl.constexpr,
-    GRID: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """x [T, USED + SHARED, INPUTS], weight [experts, OUTPUTS, INPUTS], shares [T, USED] -> out [T, OUTPUTS]. The shared expert is
     [OUTPUTS, SHARED INPUTS].
@@ -216,12 +192,7 @@ def _experts_few_down_kernel(  # type: ignore[no-untyped-def]
         if AHEAD:
             fourth = _down_row(chosen_ptr, token, step + 3, USED, SHARED, OUTPUTS, CHUNKS)
             next_x, next_share = _down_input(x_ptr, share_ptr, token, step + 1, column, USED, SHARED, INPUTS, CHUNKS, STEP)
-        wide = share * x.to(tl.float32)
-        if GRID == "":
-            sums += weights.to(tl.float32) * wide[None, :]
-        else:
-            start = step % CHUNKS * STEP
-            biases += _row_sums(weights, wide, scale_ptr, first, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
+        sums += weights.to(tl.float32) * (share * x.to(tl.float32))[None, :]
         if BIAS:
             bias = tl.load(bias_ptr + first + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
             biases += tl.where((step % CHUNKS == 0) & (step < USED * CHUNKS), share, 0.0) * bias
@@ -257,37 +228,34 @@ def _step(inputs: int) -> int:
     return next((size for size in (2048, 1024, 512) if cdiv(inputs, size) * size <= 1.1 * inputs), 512)
 
 
-def shared_parts(gate_up: Codes, down: Codes, shared: tuple[Tensor, Tensor]) -> int:
-    """How many experts wide the shared one is, if the kernels take it as so many more; else 0. Experts are numbers then."""
-    width, wide = down.weight.shape[2], shared[1].shape[1]
-    plain = gate_up.grid == "" and shared[0].dtype == gate_up.weight.dtype
-    return wide // width if plain and wide % width == 0 and shared[0].is_contiguous() and shared[1].is_contiguous() else 0
+def shared_parts(gate_up: Tensor, down: Tensor, shared: tuple[Tensor, Tensor]) -> int:
+    """How many experts wide the shared one is, if the kernels take it as so many more; else 0."""
+    width, wide = down.shape[2], shared[1].shape[1]
+    whole = shared[0].dtype == gate_up.dtype and wide % width == 0
+    return wide // width if whole and shared[0].is_contiguous() and shared[1].is_contiguous() else 0
 
 
 def experts_few(
-    x: Tensor, gate_up: Codes, down: Codes, chosen: Tensor, weights: Tensor, out: Tensor, kind: str,
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, out: Tensor, kind: str,
     biases: tuple[Tensor | None, Tensor | None], limit: float | None, alpha: float, reads: Tensor | None,
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """As experts_triton, into `out`. `shared`: as `shared_parts` allows it."""
-    hidden, width = down.weight.shape[1:]
+    hidden, width = down.shape[1:]
     tokens, used = chosen.shape
     parts = 0 if shared is None else shared[1].shape[1] // width
     inner = torch.empty((tokens * (used + parts), width), dtype=x.dtype, device=x.device)
     wide, back_wide = (chosen, chosen) if shared is None else shared
     up, back = few_up(width, hidden), few_down(width, hidden)
-    given = {
-        "USED": used, "SHARED": parts, "GRID": down.grid, "GROUP": down.group, "SCALE_ROWS": down.scale_rows,
-        **dependent_launch(x.device),
-    }
+    given = {"USED": used, "SHARED": parts, **dependent_launch(x.device)}
     _experts_few_up_kernel[len(inner) * cdiv(width, up.outputs),](
-        x, *gate_up.tensors(chosen)[:2], wide, x if biases[0] is None else biases[0], inner, chosen,
+        x, gate_up, wide, x if biases[0] is None else biases[0], inner, chosen,
         chosen if reads is None else reads, tokens * used, x.stride(0), float(limit or 0.0), float(alpha), INPUTS=hidden,
         OUTPUTS=width, GATE=GATES[kind], BIAS=biases[0] is not None, CLAMPED=limit is not None, READS=reads is not None,
         PAIRS=power_of_two(MOST_TOKENS * used), BLOCK=up.outputs, STEP=up.inputs, num_warps=up.warps, **given,
     )
     _experts_few_down_kernel[tokens * cdiv(hidden, back.outputs),](
-        inner, *down.tensors(chosen)[:2], back_wide, x if biases[1] is None else biases[1], weights, out, chosen, INPUTS=width,
+        inner, down, back_wide, x if biases[1] is None else biases[1], weights, out, chosen, INPUTS=width,
         OUTPUTS=hidden, BIAS=biases[1] is not None, BLOCK=back.outputs, STEP=back.inputs, num_warps=back.warps, **given,
     )
     return out

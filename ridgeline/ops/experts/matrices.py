@@ -15,6 +15,7 @@ from torch import Tensor
 from ridgeline.ops.experts.packed_matrices import each_expanded
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
+from ridgeline.ops.registry import TRITON_INTERPRETED
 
 Matrices: TypeAlias = Tensor | QuantisedWeight | PackedWeight
 GRIDS = {"e2m1": 4, "uint4": 4, "e4m3": 8}               # bits of a code
@@ -32,19 +33,26 @@ class Codes(NamedTuple):
     scale: Tensor | None
     zero: Tensor | None
 
-    def tensors(self, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`other` where there is none."""
-        return self.weight, other if self.scale is None else self.scale, other if self.zero is None else self.zero
+    def tensors(self, other: Tensor, multiplied: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """`other` where there is none. `multiplied`: codes of 8 bits as tensor cores take them, not as bytes."""
+        weight = loadable(self.weight.view(torch.float8_e4m3fn)) if multiplied else self.weight
+        return weight, other if self.scale is None else self.scale, other if self.zero is None else self.zero
 
     def constants(self) -> dict[str, Any]:
         return {"GRID": self.grid, "GROUP": self.group, "SCALE_ROWS": self.scale_rows, "ZEROS": self.zero is not None}
+
+
+def loadable(codes: Tensor) -> Tensor:
+    """e4m3 codes for a kernel: the interpreter has no such numbers."""
+    return codes.float() if TRITON_INTERPRETED else codes
 
 
 def as_codes(matrices: Tensor | QuantisedWeight) -> Codes:
     if isinstance(matrices, Tensor):
         return Codes("", 16, 0, 1, matrices, None, None)
     rows, inputs = matrices.block
-    return Codes(matrices.grid, GRIDS[matrices.grid], inputs or ROW, rows, matrices.weight, matrices.scale, matrices.zero)
+    codes = matrices.weight.view(torch.uint8) if matrices.grid == "e4m3" else matrices.weight
+    return Codes(matrices.grid, GRIDS[matrices.grid], inputs or ROW, rows, codes, matrices.scale, matrices.zero)
 
 
 def numbers(matrices: Matrices, dtype: torch.dtype) -> Tensor:

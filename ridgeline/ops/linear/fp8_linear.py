@@ -4,8 +4,8 @@ with a scale for each block of 128 outputs and 128 inputs.
 The definition multiplies by the expanded weight. The kernels also quantise x, to codes of the same kind: one row in the kernel
 that multiplies it (fp8_one_row.py), more rows before. There and where the ring GEMM runs, up to PAIRED_ROWS rows get coarse and
 fine codes, which keep what a bf16 number has; otherwise a row has one code per number and one scale, as is usual for fp8 and int8
-checkpoints. ops/kernel_table.py chooses the kernel; cuBLAS serves every other shape. With blocks it takes x with a scale for each
-128 inputs, or the expanded weight and x as it is.
+checkpoints. One row of a small matrix stays as it is (ops/quantised/codes_gemv.py). ops/kernel_table.py chooses the kernel;
+cuBLAS serves every other shape. With blocks it takes x with a scale for each 128 inputs, or the expanded weight and x as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from ridgeline.ops.linear.gemm_ring import ring_gemm
 from ridgeline.ops.linear.gemm_wide import wide_gemm
 from ridgeline.ops.linear.integer_product import integer_gemm, integer_product
 from ridgeline.ops.linear.select import OneRowPlan
+from ridgeline.ops.packed.select_packed import PackedGemvPlan
+from ridgeline.ops.quantised.codes_gemv import codes_gemv, codes_gemv_for
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
 from ridgeline.ops.quantised.quantised_kernels import expand_triton
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance, kernels_are_used
@@ -84,9 +86,11 @@ def _format(weight: Tensor, scale: Tensor) -> str:
     return "fp8-block" if len(scale) < len(weight) else "fp8-block-cut"
 
 
-def _choice(rows: int, weight: Tensor, scale: Tensor) -> Choice:
+def _choice(rows: int, weight: Tensor, scale: Tensor, gated: bool = False) -> Choice:
     outputs, inputs = weight.shape
-    return choose(_format(weight, scale), rows, outputs, inputs, False, device_facts(weight.device))
+    return choose(
+        _format(weight, scale), rows, outputs // 2 if gated else outputs, inputs, gated, device_facts(weight.device)
+    )
 
 
 @cache
@@ -112,8 +116,9 @@ def _has_kernels(x: Tensor, weight: Tensor) -> bool:
 
 
 def _takes_codes(rows: int, weight: Tensor, scale: Tensor) -> bool:
-    """cuBLAS has no product with scales for blocks of the weight and one for each row of x."""
-    return _choice(rows, weight, scale).kernel not in ("expand", "scaled_mm_blocks")
+    """cuBLAS has no product with scales for blocks of the weight and one for each row of x; one row of a small matrix stays as it
+    is."""
+    return _choice(rows, weight, scale).kernel not in ("expand", "scaled_mm_blocks", "codes_gemv")
 
 
 def _pairs(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
@@ -129,6 +134,13 @@ def _one_row_plan(x: Tensor, weight: Tensor, scale: Tensor, *, gated: bool = Fal
     pairs = outputs // 2 if gated else outputs
     found = choose(_format(weight, scale), 1, pairs, inputs, gated, device_facts(weight.device))
     return found.plan if found.kernel == "one_row_gemm" and (known or found.plan.whole) else None
+
+
+def _codes_plan(x: Tensor, weight: QuantisedWeight, *, gated: bool = False) -> PackedGemvPlan | None:
+    """Of the kernel that multiplies a single row as it is: where no other keeps the memory busy."""
+    if _choice(len(x), weight.weight, weight.scale, gated).kernel != "codes_gemv":
+        return None
+    return codes_gemv_for(x, weight, gated)
 
 
 def multiplied(rows: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -181,8 +193,13 @@ def gated_linear(
     """(the gated activation of the linear of normed rows, x + residual) where one GEMM has both; None: no such kernel."""
     if not _has_kernels(x, weight):
         return None
-    outputs, inputs = weight.shape
-    kernel, plan, _ = choose(_format(weight, scale), len(x), outputs // 2, inputs, True, device_facts(weight.device))
+    described = _described(weight, scale)
+    plan = _codes_plan(x, described, gated=True)
+    if plan is not None:
+        return codes_gemv(
+            x, described, bias, plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate
+        )
+    kernel, plan, _ = _choice(len(x), weight, scale, gated=True)
     if kernel != "gated_wide_gemm":
         return None
     codes, x_scale, stream = normed_fp8_rows(x, residual, norm, eps, norm_offset=norm_offset, codes=weight.dtype)
@@ -202,6 +219,10 @@ def fp8_linear_gpu(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     plan = _one_row_plan(x, weight, scale)
     if plan is not None:
         return one_row_gemm(x, weight, scale, bias, plan)[0]
+    described = _described(weight, scale)
+    codes_plan = _codes_plan(x, described)
+    if codes_plan is not None:
+        return codes_gemv(x, described, bias, codes_plan)[0]
     if not _takes_codes(len(x), weight, scale):
         return _blocks_product(x, weight, scale, bias)
     paired = _pairs(x, weight, scale)
@@ -209,7 +230,7 @@ def fp8_linear_gpu(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 
 
 def _blocks_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    if _choice(len(x), weight, scale).kernel == "expand" or x.dtype != torch.bfloat16:
+    if _choice(len(x), weight, scale).kernel != "scaled_mm_blocks" or x.dtype != torch.bfloat16:
         return F.linear(x, expand_triton(_described(weight, scale), x.dtype), bias)
     codes, x_scale = fp8_groups(x)
     out = torch._scaled_mm(codes, weight.t(), x_scale, scale.t(), out_dtype=x.dtype)[: len(x)]
@@ -223,9 +244,15 @@ def normed_fp8_linear_gpu(
     if not _suits(x, weight):
         return normed_fp8_linear_reference(x, residual, norm, eps, weight, scale, bias, norm_offset=norm_offset)
     plan = _one_row_plan(x, weight, scale)
+    described = _described(weight, scale)
+    codes_plan = _codes_plan(x, described) if plan is None else None
     if plan is not None:
         out, stream, _ = one_row_gemm(
             x, weight, scale, bias, plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual
+        )
+    elif codes_plan is not None:
+        out, stream = codes_gemv(
+            x, described, bias, codes_plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual
         )
     elif _takes_codes(len(x), weight, scale):
         paired = _pairs(x, weight, scale)

@@ -22,6 +22,7 @@ from ridgeline.ops.experts import (
     expert_gate,
     expert_products,
     expert_tiles,
+    few_bytes,
     few_tokens,
     packed_few,
     packed_products,
@@ -42,7 +43,7 @@ MODULES = (expert_codes, expert_gate, expert_products, expert_tiles, few_tokens,
 CALLED = (
     "activated", "gated_sums", "tile_at", "_weights_of", "visited_experts", "_down_row", "_down_block", "_down_input",
     "_write_tiles", "_logits_at", "_scored", "choose_experts", "placed_codes", "_allowed_groups", "_in_groups", "_stream_at",
-    "_scales_at", "_weights_at", "expanded_codes", "integer_codes", "_product", "_row_sums",
+    "_scales_at", "_weights_at", "expanded_codes", "integer_codes", "byte_codes", "_product",
 )
 INTEGERS = ("arrived_ptr", "order_ptr", "tiles_ptr", "reads_ptr")
 WIDE = {
@@ -69,13 +70,16 @@ def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def compiled(
-    module: Any, name: str, constants: dict[str, Any], dtype: str = "bf16", codes: tuple[str, ...] = (), **options: Any
+    module: Any, name: str, constants: dict[str, Any], dtype: str = "bf16", codes: tuple[str, ...] = (),
+    types: dict[str, str] | None = None, **options: Any,
 ) -> Any:
     kernel = getattr(module, name)
     names = list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
-    types = {}
+    given, types = types or {}, {}
     for each in names:
-        if each in INTEGERS:
+        if each in given:
+            types[each] = given[each]
+        elif each in INTEGERS:
             types[each] = "*i32"
         elif each in codes:
             types[each] = "*u8"
@@ -97,7 +101,7 @@ def product_constants(
     found = {
         "INPUTS": hidden if up else width, "OUTPUTS": width if up else hidden, "GRID": grid,
         "GROUP": {"": 0, "e2m1": 32}.get(grid, 128), "SCALE_ROWS": 128 if grid == "e4m3" else 1, "ZEROS": grid == "uint4",
-        "BIAS": clamped, "ROWS": tile.rows,
+        "BIAS": clamped, "PARTS": 0, "ROWS": tile.rows,
         "BLOCK": tile.outputs, "STEP": tile.inputs, "NEIGHBOURS": tile.neighbours, "UPCAST": False,
         "DEPENDENT": True,
     }
@@ -158,9 +162,7 @@ def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
     hidden: int, width: int, used: int, clamped: bool, tmp_path: Path
 ) -> None:
     up, down = few_tokens.few_up(width, hidden), few_tokens.few_down(width, hidden)
-    shared = {
-        "USED": used, "SHARED": 0 if clamped else 2, "BIAS": clamped, "GRID": "", "GROUP": 0, "SCALE_ROWS": 1, "DEPENDENT": True,
-    }
+    shared = {"USED": used, "SHARED": 0 if clamped else 2, "BIAS": clamped, "DEPENDENT": True}
     for name, constants, warps in (
         ("_experts_few_up_kernel", {
             "INPUTS": hidden, "OUTPUTS": width, "GATE": 1, "CLAMPED": clamped, "READS": True,
@@ -186,6 +188,38 @@ def test_products_with_mxfp4_codes_expand_them_in_registers(pairs: int, up: bool
         expert_products, name, constants, codes=("weight_ptr", "scale_ptr"), num_warps=tile.warps, num_stages=tile.stages,
     )
     assert "fma.rn.bf16x2" in found.asm["ptx"] and "mul.bf16x2" not in found.asm["ptx"] and "mma" in found.asm["ptx"]
+    assert stack_bytes(found.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize(("pairs", "up"), [(64 * 8, True), *(pytest.param(pairs, up, marks=slow) for pairs, up in (
+    (64 * 8, False), (128 * 8, True), (256 * 8, True), (512 * 8, True), (4096 * 8, True), (4096 * 8, False),
+))])
+def test_products_of_codes_with_rows_of_codes_convert_nothing(pairs: int, up: bool, tmp_path: Path) -> None:
+    tile = expert_products.row_code_tile_for(pairs, EXPERTS, up)
+    name = "_experts_up_kernel" if up else "_experts_down_kernel"
+    constants = product_constants(tile, up, grid="e4m3") | {"PARTS": 2}
+    found = compiled(
+        expert_products, name, constants, types={"x_scale_ptr": "*fp32", "scale_ptr": "*fp32", "x_ptr": "*fp8e4nv",
+                                                 "weight_ptr": "*fp8e4nv"},
+        num_warps=tile.warps, num_stages=tile.stages,
+    )
+    ptx = found.asm["ptx"]
+    assert re.search(r"wgmma\S*\.e4m3\.e4m3", ptx) and "cvt.rn.f16x2.e4m3x2" not in ptx
+    assert stack_bytes(found.asm["cubin"], tmp_path) == 0
+    assert found.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("up", [True, pytest.param(False, marks=slow)])
+def test_products_of_codes_with_rows_of_numbers_place_bits(up: bool, tmp_path: Path) -> None:
+    """On GPUs without tensor cores for such codes."""
+    tile = expert_products.byte_tile_for(64 * 8, EXPERTS, up)
+    name = "_experts_up_kernel" if up else "_experts_down_kernel"
+    constants = product_constants(tile, up, grid="e4m3")
+    found = compiled(
+        expert_products, name, constants, types={"x_scale_ptr": "*bf16", "scale_ptr": "*fp32", "weight_ptr": "*u8"},
+        num_warps=tile.warps, num_stages=tile.stages,
+    )
+    assert "fma.rn.bf16x2" in found.asm["ptx"] and "e4m3x2" not in found.asm["ptx"]
     assert stack_bytes(found.asm["cubin"], tmp_path) == 0
 
 
@@ -216,6 +250,18 @@ def packed_sources(pairs: int) -> Iterator[tuple[Any, dict[str, Any], dict[str, 
                 "GATE": 1, "CLAMPED": True, "READS": True, "PAIRS": 32, "GROUPS": 4, "WARPS": 2,
             }, {}, {"num_warps": 8}
             yield packed_few.packed_few_down_kernel, shared | {"WARPS": 8}, {}, {"num_warps": 8}
+        types = dict.fromkeys(("x_ptr",), "*i64") | {"word_ptr": "*i32", "scale_ptr": "*fp32"}
+        shared = {
+            "USED": USED, "BIAS": False, "GROUP": 128, "SCALE_ROWS": 128, "DTYPE": "bf16", "DEPENDENT": True,
+        }
+        for kernel, tile, own in (
+            (few_bytes.few_bytes_up_kernel, few_bytes.UP, {
+                "INPUTS": HIDDEN, "OUTPUTS": WIDTH, "GATE": 1, "CLAMPED": False, "READS": True, "PAIRS": 64,
+            }),
+            (few_bytes.few_bytes_down_kernel, few_bytes.down_tile(WIDTH, 1), {"INPUTS": WIDTH, "OUTPUTS": HIDDEN}),
+        ):
+            constants = shared | own | {"LINES": tile.lines, "GROUPS": tile.groups, "WARPS": tile.warps}
+            yield kernel, constants, types, {"num_warps": tile.warps}
         return
     plan = packed_products.packed_tile_for(pairs, 32)
     constants = FORMS["mxfp4"] | {
@@ -240,7 +286,7 @@ def packed_compiled(pairs: int, folder: str) -> None:
     for name in (
         "hopper", "linear.gemv", "experts.expert_gate", "experts.expert_tiles", "experts.few_tokens", "packed.packed_asm",
         "packed.block_asm", "packed.block_operand", "packed.packed_gemv", "packed.packed_gemm",
-        "experts.packed_products", "experts.packed_few",
+        "experts.packed_products", "experts.packed_few", "experts.few_bytes",
     ):
         importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
     types = dict.fromkeys(("code_ptr", "scale_ptr", "zero_ptr", "order_ptr", "tiles_ptr", "reads_ptr"), "*i32")
@@ -255,12 +301,13 @@ def packed_compiled(pairs: int, folder: str) -> None:
             {(names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr") or name == "stride"},
         )
         found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True, **options})
-        assert ("wgmma" if pairs else "mma.sync") in found.asm["ptx"]
+        wanted = "wgmma" if pairs else "fma.rn.f32" if "word_ptr" in names else "mma.sync"
+        assert wanted in found.asm["ptx"] and ".e4m3" not in found.asm["ptx"]
         print(stack_bytes(found.asm["cubin"], Path(folder)))
 
 
 @slow
-@pytest.mark.parametrize(("pairs", "kernels"), [(0, 4), (512, 1), (10**5, 1)])
+@pytest.mark.parametrize(("pairs", "kernels"), [(0, 6), (512, 1), (10**5, 1)])
 def test_products_of_packed_experts_compile(pairs: int, kernels: int, tmp_path: Path) -> None:
     here = Path(__file__).parent
     run = subprocess.run(
