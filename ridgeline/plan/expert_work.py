@@ -15,12 +15,12 @@ unpacks its expert's weights in registers. Many tokens compute longer than that,
     computing   FLOPs · rows with padding / rows, at the rate of 4-bit linears
     tiles       of few tokens one for each pair; else pairs / rows of a tile, and half a tile for each expert
 
-8-bit codes become 16-bit numbers in the tiles' kernels. Today's convert them one by one, and add up each group of inputs in a
-step of its own, which limits few tokens and many.
+8-bit codes are multiplied as they are, by coarse and fine codes of each row: twice the products, at twice the rate. The GEMVs of
+few tokens make numbers of them (few_bytes.py), in as much time as reading them takes.
 
 The constants are facts of the kernels and of the chip. benchmarks/studies/experts has the op's times for 1 to 8,192 tokens. The
-constants of 8 bits and of int4 are from one mixture, Qwen3-30B-A3B in blocks of fp8 and in AWQ's int4
-(benchmarks/studies/public_shapes).
+constants of 8 bits and of int4 are from one mixture, Qwen3-30B-A3B in blocks of fp8 and in AWQ's int4 (its records in
+benchmarks/h200).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ TILED_COMPUTE = 0.75
 FLOPS_PER_LANE = 32
 INSTRUCTIONS = 8.0                   # for each weight that is unpacked, between 7 and 10 in the kernels' code for e2m1 …
 INT4_INSTRUCTIONS = 3.5              # … whose bits go to more places than those of a whole number
-CONVERTING = 13.5                    # as many instructions take as long as the conversion of an 8-bit code …
-CONVERTING_FEW = 28.0                # … and of few tokens, with the sums of groups
-EIGHT_BIT_TILES = 0.4                # of TILED_COMPUTE: products of codes wait for the scales of each step
+CONVERTING = 7.5                     # instructions of few tokens for each 8-bit code
+EIGHT_BIT_TILES = 0.88               # of TILED_COMPUTE: 308 TFLOP/s with 4,096 tokens, where 16 bits have 348
+FEW_CALLS = 3 / 5                    # launches of few tokens, for each of many: nothing is sorted, and nothing is left to add
 MOST_FEW = 8                         # tokens of which every pair of a token and an expert is a GEMV of its own
 RUN = 512                            # inputs of a matrix are padded to it
 
@@ -78,26 +78,25 @@ def unpacks_per_second(matrix_rate: float, format: str) -> float:
 
 
 def conversions(experts: Experts, hidden: int, tokens: np.ndarray, bits: float) -> np.ndarray:
-    """Instructions of a layer in which codes of 8 bits become numbers: each tile converts its expert's weights."""
-    pairs, weights = tokens * experts.used, 3 * hidden * experts.width if bits == 8 else 0
-    many = np.maximum(_visited(experts, tokens), pairs / tile_rows(pairs, experts.count) + experts.count / 2) * CONVERTING
-    return np.where(tokens <= MOST_FEW, pairs * CONVERTING_FEW, many) * weights
+    """Instructions of a layer in which codes of 8 bits become numbers: those of every pair of few tokens."""
+    weights = 3 * hidden * experts.width if bits == 8 else 0
+    return np.where(tokens <= MOST_FEW, tokens * experts.used * CONVERTING * weights, 0.0)
 
 
 def tiled_compute(bits: float) -> float:
     return TILED_COMPUTE * (EIGHT_BIT_TILES if bits == 8 else 1.0)
 
 
-def tile_rows(pairs: np.ndarray, experts: int) -> np.ndarray:
+def tile_rows(pairs: np.ndarray, experts: int, bits: float = 16) -> np.ndarray:
     """As expert_products chooses them."""
     mean = pairs / np.minimum(np.maximum(pairs, 1), experts)
-    return np.select([mean <= 9, mean <= 20, mean <= 96], [16, 32, 64], 128)
+    return np.select([mean <= 9, mean <= 20, mean <= 96], [16, 32, 64], 64 if bits == 8 else 128)
 
 
-def padded_rows(experts: Experts, tokens: np.ndarray) -> np.ndarray:
+def padded_rows(experts: Experts, tokens: np.ndarray, bits: float = 16) -> np.ndarray:
     """Rows that a layer computes for each that there is, if routing is even."""
     pairs = np.maximum(tokens * experts.used, 1)
-    rows = tile_rows(pairs, experts.count)
+    rows = tile_rows(pairs, experts.count, bits)
     tiles = np.maximum(_visited(experts, tokens), pairs / rows + experts.count / 2)
     return np.where(tokens <= MOST_FEW, 1.0, np.maximum(1.0, tiles * rows / pairs))
 

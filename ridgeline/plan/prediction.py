@@ -275,7 +275,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
         else:
             seconds = flops[:, EXPERTS] / (wide * constants.linear_compute * paced)      # codes become numbers (ops/experts)
             products[:, EXPERTS] = _tiled_experts(setup, steps, bytes_read[:, EXPERTS] / reads[EXPERTS], seconds, wide * paced)
-        products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * kernel
+        few = np.where(steps.tokens <= expert_work.MOST_FEW, expert_work.FEW_CALLS, 1.0)
+        products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * few * kernel
     kv = setup.kv if device.kind == "cuda" else "auto"
     reads_kv, computes_kv = precision.kv_factors(kv, constants.narrow_kv_read, constants.narrow_kv_compute)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
@@ -323,7 +324,7 @@ def _tiled_experts(setup: Setup, steps: Steps, reading: np.ndarray, computing: n
     used, experts, hidden = setup.used, sharded(setup.model.experts, setup.ranks), setup.model.config.hidden_size
     assert experts is not None
     bits, layers = WEIGHT_FORMATS[setup.expert_weights].bits, steps.layers - setup.model.config.num_plain
-    computing = computing * expert_work.padded_rows(experts, steps.tokens) / expert_work.tiled_compute(bits)
+    computing = computing * expert_work.padded_rows(experts, steps.tokens, bits) / expert_work.tiled_compute(bits)
     converting = layers * expert_work.conversions(experts, hidden, steps.tokens, bits) * expert_work.FLOPS_PER_LANE / rate
     moved = layers * expert_work.pair_bytes(experts, hidden, steps.tokens, WEIGHT_FORMATS[setup.dtype].bytes)
     return _both(np.maximum(reading, converting), computing, used.overlap) + moved / (setup.device.bandwidth * used.linear_read)

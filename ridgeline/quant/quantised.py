@@ -152,7 +152,9 @@ class Quantised(Composed):
         return quantise
 
     def dummy(self, spec: TensorSpec, inputs: int, device: torch.device) -> Dummy:
-        """Codes of all values, and one scale that gives them the spread of a usual weight."""
+        """Codes of all values, and one scale that gives them the spread of a usual weight. But for the lowest of uint4, where 8
+        means 0: weights whose mean is not 0 give every token the same hidden state after some layers, and with it the same
+        experts."""
         dtype, size = torch_dtype(spec.dtype), inputs**-0.5 / SPREAD[self.format.grid]
         scales = self.format.scales
         assert scales is not None
@@ -161,6 +163,9 @@ class Quantised(Composed):
             if spec.name in (WEIGHT, HIGH):
                 if dtype == torch.float8_e4m3fn:
                     return torch.randn(shape, generator=generator, device=device).mul_(SPREAD["e4m3"]).clamp_(-448, 448).to(dtype)
+                if self.format.grid == "uint4" and scales.zero != "offset":
+                    low, high = torch.randint(1, 16, (2, *shape), generator=generator, device=device, dtype=torch.uint8)
+                    return (low | (high << 4)).view(dtype)
                 return torch.randint(256, shape, generator=generator, device=device, dtype=torch.uint8).view(dtype)
             if spec.name == ORDER:
                 return torch.arange(shape[-1], device=device, dtype=dtype).expand(shape)

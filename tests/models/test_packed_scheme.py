@@ -32,7 +32,7 @@ from ridgeline.ops.packed.expand_room import ExpandRoom
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.ops.rms_norm import rms_norm_reference
 from ridgeline.quant.choose import schemes
-from ridgeline.quant.format import Scales, WeightFormat, common, made_format
+from ridgeline.quant.format import Scales, WeightFormat, common, made_format, uint4
 from ridgeline.quant.four_bits import FourBits, four_bits
 from ridgeline.quant.packed import Packed, _holds, _in_place, stayed
 from ridgeline.quant.quantised import Quantised, quantised_weight
@@ -190,6 +190,18 @@ def test_kernels_are_collected_without_a_packed_copy_of_the_weight(
         assert one.shape == other.shape and one.dtype == other.dtype
         shared = one.untyped_storage().data_ptr() in old             # NVFP4's outer scales
         assert shared or one.untyped_storage().nbytes() <= other.untyped_storage().nbytes() // 64
+
+
+@pytest.mark.parametrize("zero", [None, "code"])
+def test_dummy_weights_of_four_bits_have_a_mean_of_zero(zero: str | None) -> None:
+    """Else every token of a deep model has the same hidden state in the end, and a mixture's tokens the same experts."""
+    scheme = Quantised(uint4(128, "float16", zero), Unquantised())
+    made = {
+        spec.name: scheme.dummy(spec, 512, torch.device("cpu"))(torch.Generator().manual_seed(1), spec.shape(64, 512))
+        for spec in scheme.format.tensors()
+    }
+    numbers = expand(quantised_weight(scheme.format, 512, made), torch.float32)
+    assert abs(float(numbers.mean())) < 0.02 * float(numbers.std())      # 0.1 with codes of all values
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q4_K"])

@@ -55,12 +55,6 @@ _QWEN3_MOE: dict[str, Any] = _QWEN3 | {
 }
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_MOE,
-    "qwen3-30b-a3b-fp8": _QWEN3_MOE | {
-        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    },
-    "qwen3-30b-a3b-awq": _QWEN3_MOE | {
-        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096,
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -93,12 +87,18 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 MIXTURES["gpt-oss-120b"] = MIXTURES["gpt-oss-20b"] | {"num_hidden_layers": 36, "num_local_experts": 128}
-# As NVIDIA's checkpoints say it.
+# As their makers' checkpoints say it.
 CODED: dict[str, dict[str, Any]] = {
     "llama-3.1-8b-nvfp4": DENSE["llama-3.1-8b"] | {
         "quantization_config": {
             "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"],
         },
+    },
+    "qwen3-30b-a3b-fp8": _QWEN3_MOE | {
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    },
+    "qwen3-30b-a3b-awq": _QWEN3_MOE | {
+        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     },
 }
 GGUF_SHAPES = {f"llama-3.1-8b-{mix}": DENSE["llama-3.1-8b"] for mix in MIXES}
