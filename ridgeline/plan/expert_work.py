@@ -35,9 +35,9 @@ TILED_COMPUTE = 0.75
 # An SM issues 128 lanes of instructions in a cycle, in which its matrix units could do 4,096 FLOPs of 16 bits.
 FLOPS_PER_LANE = 32
 INSTRUCTIONS = 8.0                   # for each weight that is unpacked, between 7 and 10 in the kernels' code for e2m1 …
-INT4_INSTRUCTIONS = 3.5              # … whose bits go to more places than those of a whole number
+INT4_INSTRUCTIONS, INT4_FEW_INSTRUCTIONS = 7.0, 3.5      # … of int4, with scales before the product or behind it
 CONVERTING = 7.5                     # instructions of few tokens for each 8-bit code
-EIGHT_BIT_TILES = 0.88               # of TILED_COMPUTE: 308 TFLOP/s with 4,096 tokens, where 16 bits have 348
+EIGHT_BIT_TILES = 0.76               # of TILED_COMPUTE, making the rows' codes included
 FEW_CALLS = 3 / 5                    # launches of few tokens, for each of many: nothing is sorted, and nothing is left to add
 MOST_FEW = 8                         # tokens of which every pair of a token and an expert is a GEMV of its own
 RUN = 512                            # inputs of a matrix are padded to it
@@ -72,9 +72,11 @@ def work(experts: Experts, hidden: int, tokens: np.ndarray) -> tuple[np.ndarray,
     return count * unpacked_weights(hidden, experts.width), padded
 
 
-def unpacks_per_second(matrix_rate: float, format: str) -> float:
+def unpacks_per_second(matrix_rate: float, format: str, tokens: np.ndarray) -> np.ndarray:
     """Weights of 4 bits, from the chip's rate of dense 16-bit products."""
-    return matrix_rate / FLOPS_PER_LANE / (INT4_INSTRUCTIONS if format == "int4" else INSTRUCTIONS)
+    few = INT4_FEW_INSTRUCTIONS if format == "int4" else INSTRUCTIONS
+    many = INT4_INSTRUCTIONS if format == "int4" else INSTRUCTIONS
+    return matrix_rate / FLOPS_PER_LANE / np.where(tokens <= MOST_FEW, few, many)
 
 
 def conversions(experts: Experts, hidden: int, tokens: np.ndarray, bits: float) -> np.ndarray:

@@ -337,7 +337,7 @@ def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: 
     unpacked, padded = expert_work.work(experts, hidden, steps.tokens)
     flops = steps.product_flops[:, EXPERTS]
     layers = flops / np.maximum(2 * 3 * hidden * experts.width * experts.used * steps.tokens, 1)     # the last has fewer tokens
-    unpacking = layers * unpacked / (expert_work.unpacks_per_second(wide, setup.expert_weights) * paced)
+    unpacking = layers * unpacked / (expert_work.unpacks_per_second(wide, setup.expert_weights, steps.tokens) * paced)
     reading = bytes_read / (setup.device.bandwidth * used.linear_read)
     computing = flops * padded / (wide * used.linear_compute * precision.CODE_COMPUTE[4] * paced)
     return _both(np.maximum(reading, unpacking), computing, used.overlap)
