@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ def test_the_kernels_write_every_slot(score: str, biased: bool, logits: Tensor, 
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_in_the_interpreter(run_interpreted: Any) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, "-k", "every_slot"]
+    files = [__file__, str(Path(__file__).with_name("test_invariant_experts.py"))]
+    wanted = "every_slot or same_bits or take_them"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files, "-k", wanted]
     run = run_interpreted(command)
-    assert run.returncode == 0 and "3 passed" in run.stdout, run.stdout[-3000:]
+    assert run.returncode == 0 and "5 passed" in run.stdout, run.stdout[-3000:]
