@@ -29,7 +29,7 @@ _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$|^cuMemcpy(Dto|Hto)[HD](_v2)?$")
 # Which part of a step a kernel belongs to, by its name; the first that fits.
 PARTS = (
     ("communication", _COLLECTIVE.pattern),
-    ("experts", r"_experts_|^packed_few_|_gather_pairs_"),
+    ("experts", r"_experts_|^packed_few_|^few_bytes_|_gather_pairs_"),
     ("attention", r"attention|attn|flash|fmha|^(decode|one_row|prefill|prefix|prompt|latent_(decode|older|prompt))_kernel"),
     ("linears and head", r"gemm|gemv|fp8_rows|_fp8_groups|_scale_sums|_expand_|_few_rows_|^latent_(absorb|widen|merge)"),
     ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan|accept|late)_kernel"),

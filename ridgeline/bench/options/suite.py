@@ -43,12 +43,20 @@ SUITE: dict[str, Group] = {
     "llama-3.1-70b-int4": Group("llama-3.1-70b", ("latency_b1",), {"quantization": "int4"}),
     "llama-3.1-8b-deterministic": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"deterministic": True}),
     "llama-3.2-1b": Group("llama-3.2-1b", ("latency_b1", "batch128", "throughput", "prefix")),
+    **{
+        f"llama-3.2-1b-{name}": Group("llama-3.2-1b", ("latency_b1", "batch128"), {"quantization": name})
+        for name in ("fp8", "int8")
+    },
     "qwen3-8b": Group("qwen3-8b", ("latency_b1", "batch128", "prefix")),
     "llama-3.1-70b": Group("llama-3.1-70b", ("latency_b1", "prefill_8k")),
     "gpt-oss-20b": Group("gpt-oss-20b", ("latency_b1", "batch128", "throughput")),
     **{
         name: Group(name, ("latency_b1", "batch128"))
         for name in ("gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b")
+    },
+    **{
+        f"qwen3-30b-a3b-{name}": Group(f"qwen3-30b-a3b-{name}", ("latency_b1", "batch128", "prefill_8k"))
+        for name in ("fp8", "awq")
     },
     **{
         f"{name}-zipf": Group(f"{name}-zipf", ("latency_b1", "batch128"))

@@ -11,6 +11,7 @@ weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -320,8 +321,8 @@ def experts_triton(
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
     biases = gate_up_bias, down_bias
-    if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
-        assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+    if isinstance(gate_up, PackedWeight):
+        assert isinstance(down, PackedWeight)
         if not multiplies_packed(x.dtype, x.device):
             gate_up, down = numbers(gate_up, x.dtype), numbers(down, x.dtype)
         elif serves(tokens, used, len(down.codes)) and not elsewhere and serves_packed(down, used):
@@ -329,14 +330,19 @@ def experts_triton(
         else:
             results = packed_pairs(x, gate_up, down, chosen, kind, biases, limit, alpha, reads, elsewhere)
             return _summed(results, weights, out)
+    assert not isinstance(gate_up, PackedWeight) and not isinstance(down, PackedWeight)
     up, back = as_codes(gate_up), as_codes(down)
-    if serves(tokens, used, len(back.weight)) and not elsewhere and not invariant:
-        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            return experts_few(x, gate_up, down, chosen, weights, out, kind, biases, limit, alpha, reads)
-        if serves_bytes(up, back, x):
-            return experts_few_bytes(x, up, back, chosen, weights, out, kind, biases, limit, alpha, reads)
+    few = _few_kernel(up, back, x)
+    if few is not None and serves(tokens, used, len(back.weight)) and not elsewhere and not invariant:
+        return few(x, up, back, chosen, weights, out, kind, biases, limit, alpha, reads)
     results = _tile_products(x, up, back, chosen, kind, biases, limit, alpha, reads, elsewhere, invariant)
     return _summed(results, weights, out)
+
+
+def _few_kernel(gate_up: Codes, down: Codes, x: Tensor) -> Callable[..., Tensor] | None:
+    if gate_up.grid == "":
+        return experts_few
+    return experts_few_bytes if serves_bytes(gate_up, down, x) else None
 
 
 def _with_shared(
@@ -348,7 +354,8 @@ def _with_shared(
         if serves(chosen.shape[0], chosen.shape[1], len(down)) and shared_parts(gate_up, down, shared):
             rows = x if x.stride(-1) == 1 else x.contiguous()
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            return experts_few(rows, gate_up, down, chosen, weights, out, kind, (None, None), None, alpha, reads, shared)
+            up, back = as_codes(gate_up), as_codes(down)
+            return experts_few(rows, up, back, chosen, weights, out, kind, (None, None), None, alpha, reads, shared)
     out = experts_triton(x, gate_up, down, chosen, weights, kind, None, None, None, alpha, reads, elsewhere)
     return out.add_(F.linear(gated_activation(F.linear(x, shared[0]), kind), shared[1]))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.experts.expert_gate import gated_sums
+from ridgeline.ops.experts.matrices import Codes
 from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.registry import tl, triton_kernel
@@ -236,12 +237,12 @@ def shared_parts(gate_up: Tensor, down: Tensor, shared: tuple[Tensor, Tensor]) -
 
 
 def experts_few(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, out: Tensor, kind: str,
+    x: Tensor, gate_up: Codes, down: Codes, chosen: Tensor, weights: Tensor, out: Tensor, kind: str,
     biases: tuple[Tensor | None, Tensor | None], limit: float | None, alpha: float, reads: Tensor | None,
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """As experts_triton, into `out`. `shared`: as `shared_parts` allows it."""
-    hidden, width = down.shape[1:]
+    hidden, width = down.weight.shape[1:]
     tokens, used = chosen.shape
     parts = 0 if shared is None else shared[1].shape[1] // width
     inner = torch.empty((tokens * (used + parts), width), dtype=x.dtype, device=x.device)
@@ -249,13 +250,13 @@ def experts_few(
     up, back = few_up(width, hidden), few_down(width, hidden)
     given = {"USED": used, "SHARED": parts, **dependent_launch(x.device)}
     _experts_few_up_kernel[len(inner) * cdiv(width, up.outputs),](
-        x, gate_up, wide, x if biases[0] is None else biases[0], inner, chosen,
+        x, gate_up.weight, wide, x if biases[0] is None else biases[0], inner, chosen,
         chosen if reads is None else reads, tokens * used, x.stride(0), float(limit or 0.0), float(alpha), INPUTS=hidden,
         OUTPUTS=width, GATE=GATES[kind], BIAS=biases[0] is not None, CLAMPED=limit is not None, READS=reads is not None,
         PAIRS=power_of_two(MOST_TOKENS * used), BLOCK=up.outputs, STEP=up.inputs, num_warps=up.warps, **given,
     )
     _experts_few_down_kernel[tokens * cdiv(hidden, back.outputs),](
-        inner, down, back_wide, x if biases[1] is None else biases[1], weights, out, chosen, INPUTS=width,
+        inner, down.weight, back_wide, x if biases[1] is None else biases[1], weights, out, chosen, INPUTS=width,
         OUTPUTS=hidden, BIAS=biases[1] is not None, BLOCK=back.outputs, STEP=back.inputs, num_warps=back.warps, **given,
     )
     return out
