@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput, predicted_tokens
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.engine.client.processor import check_salt
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.engine.token_logprobs import LogprobsAt
@@ -36,6 +36,7 @@ from ridgeline.server.api.prompt_parts import (
 )
 from ridgeline.server.api.request_checks import forget, refuse
 from ridgeline.server.api.response_format import asked_format
+from ridgeline.server.api.usage import RunningUsage, Usage
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
@@ -257,40 +258,6 @@ def structured_outputs(name: str, **fields: Any) -> StructuredOutputs:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-    audio_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-    audio_tokens: int = 0
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-    @classmethod
-    def of(cls, outputs: Iterable[RequestOutput], reasoning: int = 0) -> Usage:
-        outputs = list(outputs)
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
-        cached = sum(output.num_cached_tokens for output in outputs)
-        details = CompletionTokensDetails(reasoning, 0, *predicted_tokens(outputs))
-        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
-
-    def only(self, completion_tokens: int) -> None:
-        """Count only the first `completion_tokens`: more may have arrived since."""
-        self.completion_tokens = min(self.completion_tokens, completion_tokens)
-        self.total_tokens = self.prompt_tokens + self.completion_tokens
-
-
 class Reply(msgspec.Struct):
     """A whole answer or one event of a stream."""
 
@@ -328,7 +295,7 @@ class Writer(ABC):
         self._wants_token_ids = bool(request.return_token_ids)
         self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
         self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: the bytes before and after an event's text
-        self._sent_tokens = 0                                   # tokens of all choices in events so far
+        self._so_far = RunningUsage()
         self._begun: set[int] = set()                    # choices with an event
         self._sent = False                               # any event
         self._repeated = PromptParts(request.prompt_logprobs is not None)
@@ -354,7 +321,7 @@ class Writer(ABC):
         events = []
         for prompt, delta in batch:
             index = prompt * self._params.n + delta.index
-            self._sent_tokens += len(delta.token_ids)
+            self._so_far.add_tokens(len(delta.token_ids))
             frame = self._frames.get(index)
             if frame is not None and delta.finish_reason is None and delta.logprobs is None:
                 events.append(frame[0] + encode(delta.text) + frame[1])
@@ -362,8 +329,7 @@ class Writer(ABC):
             for choice in self._chunks(outputs[prompt], index, delta):
                 reply = self._reply([choice])
                 if self._usage_always:
-                    reply.usage = self._usage_of(outputs)
-                    reply.usage.only(self._sent_tokens)
+                    reply.usage = self._usage_so_far(outputs, prompt, index, delta)
                 elif self._usage:
                     reply.usage = None
                 if not self._sent:
@@ -441,6 +407,14 @@ class Writer(ABC):
 
     def _usage_of(self, outputs: list[RequestOutput]) -> Usage:
         return Usage.of(outputs)
+
+    def _usage_so_far(self, outputs: list[RequestOutput], prompt: int, index: int, delta: AnswerDelta) -> Usage:
+        """After this delta, of the choice `index`. Not counted anew over all answers: each of them has an event in each step."""
+        answer = outputs[prompt].outputs[delta.index]
+        return self._so_far.after(outputs, prompt, index, answer, self._reasoning_tokens_of(index, answer))
+
+    def _reasoning_tokens_of(self, index: int, answer: CompletionOutput) -> int:
+        return 0
 
     @abstractmethod
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:

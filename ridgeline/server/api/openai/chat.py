@@ -19,7 +19,6 @@ from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOu
 from ridgeline.server.api.generation import (
     GenerationRequest,
     Reply,
-    Usage,
     Writer,
     ranked,
     structured_outputs,
@@ -39,6 +38,7 @@ from ridgeline.server.api.openai.chat_answers import (
 )
 from ridgeline.server.api.other_names import GRAMMARS
 from ridgeline.server.api.prompt_parts import encoded_alone, finite
+from ridgeline.server.api.usage import Usage
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Event, Reasoning
 from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
@@ -468,8 +468,11 @@ class ChatWriter(Writer):
     def reasoning_tokens(self, outputs: list[RequestOutput]) -> int:
         """Of all answers, as far as they were parsed."""
         answers = [answer for output in outputs for answer in output.outputs]
-        read = [(self._parsers.get(index), answer) for index, answer in enumerate(answers)]
-        return sum(parser.reasoning_tokens(answer.text_offsets) for parser, answer in read if parser is not None)
+        return sum(self._reasoning_tokens_of(index, answer) for index, answer in enumerate(answers))
+
+    def _reasoning_tokens_of(self, index: int, answer: CompletionOutput) -> int:
+        parser = self._parsers.get(index)
+        return 0 if parser is None else parser.reasoning_tokens(answer.text_offsets)
 
     def _logprobs(self, token_ids: list[int], logprobs: TokenLogprobs) -> ChatLogprobs:
         """Each entry is encoded already: as objects, one with twenty alternatives takes 20 KB."""
