@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ridgeline.engine.client.long_work import checkpoint
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.engine.client.processor import check_salt
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
@@ -279,6 +280,7 @@ class Writer(ABC):
     object = ""
     chunk_object = ""
     one_prompt = False               # else each choice has the tokens of its own prompt
+    bytes_per_character = 1          # of an answer's text: what a character takes, as bytes of JSON that take as long
 
     def __init__(
         self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None
@@ -305,6 +307,10 @@ class Writer(ABC):
         values = num_prompt_logprobs(output) if self._repeated.has_logprobs else 0
         ids = len(output.prompt_token_ids) if self._wants_token_ids else 0
         return BYTES_PER_VALUE * values + BYTES_PER_ID * ids
+
+    def bytes_of_text(self, some: CompletionOutput | AnswerDelta) -> int:
+        """About how many bytes of JSON the text and the token ids of an answer, or of a part of it, are worth in time."""
+        return self.bytes_per_character * len(some.text) + BYTES_PER_ID * len(some.token_ids) * self._wants_token_ids
 
     def bytes_of_prompts(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> int:
         """prompt_bytes() of the longest that the events of a batch have: the first event of each choice has them. The choices of
@@ -374,8 +380,10 @@ class Writer(ABC):
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
         listed = [(output, answer) for output in outputs for answer in self._returned(output)]
-        # Each alone: all of them may repeat a long prompt.
-        choices = [encoded_alone(self._choice(output, index, answer)) for index, (output, answer) in enumerate(listed)]
+        choices = []
+        for index, (output, answer) in enumerate(listed):
+            checkpoint()
+            choices.append(encoded_alone(self._choice(output, index, answer)))       # each alone: all may repeat a long prompt
         reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
         if self.one_prompt:
             reply.prompt_token_ids = reply.prompt_logprobs = None    # vLLM's clients read them, whether asked for or not

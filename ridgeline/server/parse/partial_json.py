@@ -25,12 +25,19 @@ def is_object(text: str) -> bool:
 
 def completed(text: str) -> dict[str, Any]:
     """Empty if it is not an object, or nothing of it is complete."""
-    end, closing = _last_complete(text)
-    try:
-        value = msgspec.json.decode(text[:end] + closing)
-    except (msgspec.DecodeError, RecursionError):
-        return {}
+    value = _decoded(text)                               # the usual case, without a Python loop
+    if value is None:
+        end, closing = _last_complete(text)
+        value = _decoded(text[:end] + closing)
     return value if isinstance(value, dict) else {}
+
+
+def _decoded(text: str) -> Any:
+    """None if it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _last_complete(text: str) -> tuple[int, str]:

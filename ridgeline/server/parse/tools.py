@@ -292,9 +292,14 @@ class Reading:
     short_ids: bool = False          # Mistral's templates accept only ids of nine characters
     required: str = ""               # rules of required calls in the model's own format, which hold after the reasoning
 
+    @property
+    def parses(self) -> bool:
+        """Whether a text may have other parts than content."""
+        return self.format is not None or self.reasoning is not None
+
     def parser(self) -> MessageParser | None:
         """For one answer; None if all of its text is content."""
-        if self.format is None and self.reasoning is None:
+        if not self.parses:
             return None
         calls: CallParser | None = None
         if self.format is not None:

@@ -44,6 +44,8 @@ from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
 from ridgeline.text.tokenizer import Tokenizer
 
+BYTES_PER_PARSED = 16                # of JSON, that take as long as to parse a character in search of calls
+
 MEDIA = frozenset({"image", "image_url", "audio", "input_audio", "video_url", "file", "file_id", "file_data", "file_url"})
 
 
@@ -323,6 +325,8 @@ class ChatWriter(Writer):
         super().__init__(request, params, request_id, model, tokenizer)
         self._reading = reading or Reading()
         self._parsers: dict[int, MessageParser | None] = {}      # by choice
+        if self._reading.parses:
+            self.bytes_per_character = BYTES_PER_PARSED
         self._echoed = request.echoed()
         self._old_names = bool(request.functions)                # function_call instead of tool_calls
         self._hide_reasoning = request.include_reasoning is False or request.reasoning_format == "hidden"
