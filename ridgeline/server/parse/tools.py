@@ -286,6 +286,7 @@ class Reading:
 
     format: str | None = None        # of known_formats
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)     # of arguments, by the functions' names; {}: not needed
+    learned: dict[str, Any] = field(default_factory=dict)                # of these schemas, by the parsers of all answers
     most_calls: int | None = None
     reasoning: str | None = None     # a name in THOUGHTS
     inside: bool = False             # the prompt has opened the reasoning
@@ -303,7 +304,7 @@ class Reading:
             return None
         calls: CallParser | None = None
         if self.format is not None:
-            calls = parser_of(self.format)(self.schemas, self.most_calls, self.schemas)
+            calls = parser_of(self.format)(self.schemas, self.most_calls, self.schemas, self.learned)
         reasoning: ReasoningParser | None = None
         if self.reasoning is not None:
             thought = THOUGHTS[self.reasoning]
