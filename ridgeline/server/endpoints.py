@@ -252,7 +252,7 @@ class Generation(Endpoint):
     def _timed_events(self, stream: AnswerStream, job: Job, batch: Batch) -> list[bytes]:
         """With the request's times in the last event."""
         new = job.writer.events(stream.outputs, batch)
-        if new and all(output.finished for output in stream.outputs):
+        if new and any(delta.finish_reason for _, delta in batch) and all(output.finished for output in stream.outputs):
             new[-1] = prometheus.with_timings(new[-1], self._service.llm, stream.outputs)
         return new
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from ridgeline.server.parse.json_text import MAX_NUMBER
+
 _BLANKS = " \t\r\n"
 _AFTER_A_WORD = frozenset(_BLANKS + ",:]}")
-_MOST_WORD = 512                     # characters of a number
 _MOST_STEPS = 2**20                  # of values, blanks and marks between them; what comes after them is left out
 
 
@@ -94,7 +95,7 @@ def _end_of_word(text: str, place: int) -> int:
     end = place
     while end < len(text) and text[end] not in _AFTER_A_WORD:
         end += 1
-        if end - place > _MOST_WORD:
+        if end - place > MAX_NUMBER:
             return 0
     try:
         json.loads(text[place:end])
