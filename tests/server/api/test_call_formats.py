@@ -347,7 +347,7 @@ def test_work_is_linear_where_a_schema_has_many_arguments(form: str) -> None:
 
 
 def test_the_answers_to_a_request_read_its_schemas_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 answers whose function has 16,000 arguments held the event loop for seconds when their calls began."""
+    """For a function with 16,000 arguments it takes 55 ms, and each of 128 answers did it when its call began."""
     made: list[Any] = []
 
     def noted(schema: Any) -> ArgumentTypes:

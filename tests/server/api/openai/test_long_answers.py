@@ -29,7 +29,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": [' + "1, " * 20 + "2]}}</too
     (Reading(), False), (Reading(reasoning="think"), True), (Reading(format="hermes", schemas={"f": {}}), True),
 ])
 def test_a_text_that_is_parsed_takes_longer_than_its_json(reading: Reading, is_long: bool) -> None:
-    """128 answers of 8,000 numbers held the event loop for ten seconds."""
+    """128 answers of 8,000 numbers took six seconds of the event loop."""
     request = ChatRequest(messages=[ChatMessage(role="user", content="a")])
     writer = ChatWriter(request, SamplingParams(), "id", "tiny", None, reading)
     few = RequestOutput("1", "a", [7], [CompletionOutput(0, "#" * (LONG // 2))])
