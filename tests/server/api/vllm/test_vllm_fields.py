@@ -106,7 +106,7 @@ def test_what_a_batch_cannot(server: ScriptedServer, body: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "documents"])
 def test_what_a_batch_repeats_is_bounded(name: str) -> None:
-    """270 KB of template variables took a reading process 0.13 s for each conversation: 16 s for 128 of them, and 512 are possible."""
+    """270 KB of template variables took a reading process 0.13 s for each conversation, 16 s for 128; 512 are possible."""
     def asked(value: Any, count: int) -> BatchChatRequest:
         given = {"x": value} if name == "chat_template_kwargs" else [{"x": value}]
         return msgspec.convert({"messages": [HI] * count, name: given}, BatchChatRequest)
