@@ -252,7 +252,7 @@ class Generation(Endpoint):
     def _timed_events(self, stream: AnswerStream, job: Job, batch: Batch) -> list[bytes]:
         """With the request's times in the last event."""
         new = job.writer.events(stream.outputs, batch)
-        if new and all(output.finished for output in stream.outputs):
+        if new and any(delta.finish_reason for _, delta in batch) and all(output.finished for output in stream.outputs):
             new[-1] = prometheus.with_timings(new[-1], self._service.llm, stream.outputs)
         return new
 
@@ -284,14 +284,17 @@ def check_repeated(job: Job, outputs: list[RequestOutput]) -> None:
 
 
 def size_of(writer: Writer, outputs: list[RequestOutput]) -> int:
-    """About how many bytes of JSON the answers have beside their texts; what choices repeat of their prompt is made once."""
-    return BYTES_PER_VALUE * num_values(outputs) + sum(map(writer.prompt_bytes, outputs))
+    """About how many bytes of JSON the answers are worth in time; what choices repeat of their prompt is made once."""
+    texts = sum(writer.bytes_of_text(answer) for output in outputs for answer in output.outputs)
+    return BYTES_PER_VALUE * num_values(outputs) + sum(map(writer.prompt_bytes, outputs)) + texts
 
 
 def size_of_new(writer: Writer, outputs: list[RequestOutput], batch: Batch) -> int:
-    """About how many bytes of JSON the events of a batch have beside their texts."""
+    """About how many bytes of JSON the events of a batch are worth in time."""
     told = (delta.logprobs for _, delta in batch if delta.logprobs)
-    return writer.bytes_of_prompts(outputs, batch) + BYTES_PER_VALUE * sum(len(each) * (1 + len(each[0])) for each in told)
+    values = sum(len(each) * (1 + len(each[0])) for each in told)
+    texts = sum(writer.bytes_of_text(delta) for _, delta in batch)
+    return writer.bytes_of_prompts(outputs, batch) + texts + BYTES_PER_VALUE * values
 
 
 def num_values(outputs: list[RequestOutput]) -> int:

@@ -18,11 +18,12 @@ from ridgeline.text.vocabulary import SPACE_MARK, byte_of
 
 SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 BY_TOKEN = {"WordPiece", "Metaspace", "Replace", "Strip"}        # steps that write each token by itself
-KEPT = 8                             # tokens of context that a window begins with …
+KEPT = 12                            # tokens of context that a window begins with …
 LONGEST = 24                         # … and its length at which it is cut to these again
 MARGIN = 8                           # characters that the context must have: what happens to a text's start happens in there
 LONGEST_EMPTY = 512                  # tokens without text that a window may have
 BROKEN = "\ufffd"
+MOST_BROKEN = 3                      # of them at the end may still become a character: it has four bytes at most
 
 Step = dict[str, Any]
 
@@ -122,8 +123,8 @@ class WindowDecoder:
             return ""                                    # what was emitted may come back with the next token
         new = certain[len(self._emitted) :]
         self._emitted += new
-        if len(certain) == len(text) and len(self._ids) > LONGEST:
-            self._shorten()
+        if len(self._ids) > LONGEST:
+            self._shorten(text[len(certain) :])
         return new
 
     def finish(self) -> str:
@@ -134,14 +135,16 @@ class WindowDecoder:
 
     def _certain(self, text: str) -> str:
         """Without a character that is not complete, and without the beginning of something that would be replaced."""
-        certain = text.rstrip(BROKEN)
+        certain = text[: max(len(text.rstrip(BROKEN)), len(text) - MOST_BROKEN)]
         for pattern in self._patterns:
             held = next((count for count in range(len(pattern) - 1, 0, -1) if certain.endswith(pattern[:count])), 0)
             certain = certain[: len(certain) - held]
         return certain
 
-    def _shorten(self) -> None:
+    def _shorten(self, held: str) -> None:
+        """`held`: the end of the text, which may still change. There may always be one: a model can write it for ever."""
         context = self._ids[-KEPT:]
         text = _decoded(self._core, context)
-        if len(text) >= MARGIN or len(self._ids) > LONGEST_EMPTY:
-            self._ids, self._emitted = context, text
+        emitted = len(text) - len(held)
+        if text.endswith(held) and (emitted >= MARGIN or len(self._ids) > LONGEST_EMPTY):
+            self._ids, self._emitted = context, text[:emitted]

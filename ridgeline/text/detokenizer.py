@@ -174,7 +174,9 @@ class TextStream:
         if self._strip:
             self._strip = False
             text = text.removeprefix(" ")
-        self._held += text
+        held, self._held = self._held, ""            # no other reference: Python adds in place, and does not copy a long text
+        held += text
+        self._held = held
         self._length += len(text)
         if self._finder is not None:
             self._finder.advance(text, counts=self.num_tokens > self._min_tokens)

@@ -16,6 +16,7 @@ from ridgeline.engine.client.outputs import (
     AnswerDelta,
     CompletionOutput,
     RequestOutput,
+    add_text,
     bytes_of,
     bytes_of_answer,
 )
@@ -144,7 +145,7 @@ class AnswerStream:
 
 def _join(unread: AnswerDelta, delta: AnswerDelta) -> None:
     """The reader gets both in one piece."""
-    unread.text += delta.text
+    add_text(unread, delta.text)
     unread.token_ids.extend(delta.token_ids)
     if unread.logprobs is not None and delta.logprobs is not None:
         unread.logprobs.extend(delta.logprobs)
@@ -174,7 +175,7 @@ def only_new(output: RequestOutput, batch: Batch) -> RequestOutput:
         new = answers.setdefault(
             delta.index, CompletionOutput(delta.index, cumulative_logprob=whole.cumulative_logprob, logprobs=logprobs)
         )
-        new.text += delta.text
+        add_text(new, delta.text)
         new.token_ids.extend(delta.token_ids)
         new.text_offsets.extend(delta.text_offsets)
         if new.logprobs is not None and delta.logprobs is not None:

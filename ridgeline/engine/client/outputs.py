@@ -33,11 +33,6 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def add_text(self, new: str) -> None:
-        text, self.text = self.text, ""                  # no other reference: Python adds in place, and does not copy a long text
-        text += new
-        self.text = text
-
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -111,3 +106,9 @@ class AnswerDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     text_offsets: list[int] = field(default_factory=list)        # where in the answer's text each new token begins
+
+
+def add_text(to: CompletionOutput | AnswerDelta, new: str) -> None:
+    text, to.text = to.text, ""                          # no other reference: Python adds in place, and does not copy a long text
+    text += new
+    to.text = text

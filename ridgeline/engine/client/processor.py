@@ -16,7 +16,7 @@ import numpy as np
 from ridgeline.config import ModelOptions
 from ridgeline.draft_options import draft_options
 from ridgeline.engine.client.grammar_check import GrammarChecker
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput, add_text
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from ridgeline.engine.token_logprobs import PromptLogprobs, TokenLogprobs, Word
 from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError, Unsupported, shown
@@ -296,7 +296,7 @@ class RequestState:
         if index == 0:                                   # the others reuse what the first has computed
             self.output.num_cached_tokens = num_cached
         text = self._streams[index].more(token_ids)
-        answer.add_text(text)
+        add_text(answer, text)
         answer.token_ids.extend(token_ids)
         return text
 
@@ -332,7 +332,7 @@ class RequestState:
                 stop_here = finish is None
                 finish, reason = "stop", stream.stopped_by
         new_logprobs = self._take_logprobs(answer, delta, token_ids)
-        answer.add_text(text)
+        add_text(answer, text)
         answer.token_ids.extend(token_ids)
         if finish is not None:
             self._end(answer, finish, reason)

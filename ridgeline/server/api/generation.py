@@ -17,7 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput, predicted_tokens
+from ridgeline.engine.client.long_work import checkpoint
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.engine.client.processor import check_salt
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.engine.token_logprobs import LogprobsAt
@@ -36,6 +37,7 @@ from ridgeline.server.api.prompt_parts import (
 )
 from ridgeline.server.api.request_checks import forget, refuse
 from ridgeline.server.api.response_format import asked_format
+from ridgeline.server.api.usage import RunningUsage, Usage
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
@@ -257,40 +259,6 @@ def structured_outputs(name: str, **fields: Any) -> StructuredOutputs:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-    audio_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-    audio_tokens: int = 0
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-    @classmethod
-    def of(cls, outputs: Iterable[RequestOutput], reasoning: int = 0) -> Usage:
-        outputs = list(outputs)
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
-        cached = sum(output.num_cached_tokens for output in outputs)
-        details = CompletionTokensDetails(reasoning, 0, *predicted_tokens(outputs))
-        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
-
-    def only(self, completion_tokens: int) -> None:
-        """Count only the first `completion_tokens`: more may have arrived since."""
-        self.completion_tokens = min(self.completion_tokens, completion_tokens)
-        self.total_tokens = self.prompt_tokens + self.completion_tokens
-
-
 class Reply(msgspec.Struct):
     """A whole answer or one event of a stream."""
 
@@ -312,6 +280,7 @@ class Writer(ABC):
     object = ""
     chunk_object = ""
     one_prompt = False               # else each choice has the tokens of its own prompt
+    bytes_per_character = 1          # of an answer's text: what a character takes, as bytes of JSON that take as long
 
     def __init__(
         self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None
@@ -328,7 +297,7 @@ class Writer(ABC):
         self._wants_token_ids = bool(request.return_token_ids)
         self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
         self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: the bytes before and after an event's text
-        self._sent_tokens = 0                                   # tokens of all choices in events so far
+        self._so_far = RunningUsage()
         self._begun: set[int] = set()                    # choices with an event
         self._sent = False                               # any event
         self._repeated = PromptParts(request.prompt_logprobs is not None)
@@ -338,6 +307,10 @@ class Writer(ABC):
         values = num_prompt_logprobs(output) if self._repeated.has_logprobs else 0
         ids = len(output.prompt_token_ids) if self._wants_token_ids else 0
         return BYTES_PER_VALUE * values + BYTES_PER_ID * ids
+
+    def bytes_of_text(self, some: CompletionOutput | AnswerDelta) -> int:
+        """About how many bytes of JSON the text and the token ids of an answer, or of a part of it, are worth in time."""
+        return self.bytes_per_character * len(some.text) + BYTES_PER_ID * len(some.token_ids) * self._wants_token_ids
 
     def bytes_of_prompts(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> int:
         """prompt_bytes() of the longest that the events of a batch have: the first event of each choice has them. The choices of
@@ -354,7 +327,7 @@ class Writer(ABC):
         events = []
         for prompt, delta in batch:
             index = prompt * self._params.n + delta.index
-            self._sent_tokens += len(delta.token_ids)
+            self._so_far.add_tokens(len(delta.token_ids))
             frame = self._frames.get(index)
             if frame is not None and delta.finish_reason is None and delta.logprobs is None:
                 events.append(frame[0] + encode(delta.text) + frame[1])
@@ -362,8 +335,7 @@ class Writer(ABC):
             for choice in self._chunks(outputs[prompt], index, delta):
                 reply = self._reply([choice])
                 if self._usage_always:
-                    reply.usage = self._usage_of(outputs)
-                    reply.usage.only(self._sent_tokens)
+                    reply.usage = self._usage_so_far(outputs, prompt, index, delta)
                 elif self._usage:
                     reply.usage = None
                 if not self._sent:
@@ -408,8 +380,10 @@ class Writer(ABC):
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
         listed = [(output, answer) for output in outputs for answer in self._returned(output)]
-        # Each alone: all of them may repeat a long prompt.
-        choices = [encoded_alone(self._choice(output, index, answer)) for index, (output, answer) in enumerate(listed)]
+        choices = []
+        for index, (output, answer) in enumerate(listed):
+            checkpoint()
+            choices.append(encoded_alone(self._choice(output, index, answer)))       # each alone: all may repeat a long prompt
         reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
         if self.one_prompt:
             reply.prompt_token_ids = reply.prompt_logprobs = None    # vLLM's clients read them, whether asked for or not
@@ -441,6 +415,14 @@ class Writer(ABC):
 
     def _usage_of(self, outputs: list[RequestOutput]) -> Usage:
         return Usage.of(outputs)
+
+    def _usage_so_far(self, outputs: list[RequestOutput], prompt: int, index: int, delta: AnswerDelta) -> Usage:
+        """After this delta, of the choice `index`. Not counted anew over all answers: each of them has an event in each step."""
+        answer = outputs[prompt].outputs[delta.index]
+        return self._so_far.after(outputs, prompt, index, answer, self._reasoning_tokens_of(index, answer))
+
+    def _reasoning_tokens_of(self, index: int, answer: CompletionOutput) -> int:
+        return 0
 
     @abstractmethod
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:

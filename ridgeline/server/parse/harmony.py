@@ -39,12 +39,24 @@ class HarmonyParser(CallParser):
 
     def _message(self, mark: str) -> Reads[str]:
         """From its first mark to its last; returns the first mark of the next message, if that has been read."""
-        header = [mark]
+        header, length, behind_mark = [mark], len(mark), list[str]()
         while header[-1] != MESSAGE:
             piece = yield from self._piece()
-            if not piece or piece in ENDS or sum(map(len, header)) > MAX_WORD:
+            if not piece or piece in ENDS:
                 return ""                                # no message came of it
             header.append(piece)
+            length += len(piece)
+            if piece in HARMONY_MARKS:
+                behind_mark = []
+                if length > MAX_WORD and piece != MESSAGE:
+                    return piece
+                continue
+            behind_mark.append(piece)
+            if length > MAX_WORD:                        # no header is that long: it was text
+                text = "".join(behind_mark)
+                self._ends_reasoning(len(text))
+                self._content(text)
+                return ""
         channel, name = _channel_and_function("".join(header))
         if channel == "analysis" and not name:
             return (yield from self._body(lambda text: self._events.append(Reasoning(text))))

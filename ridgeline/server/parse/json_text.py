@@ -12,7 +12,8 @@ from collections.abc import Callable
 from ridgeline.sampling_params import is_unicode
 from ridgeline.server.parse.incremental import BLANKS, Machine, Malformed, Reads
 
-MAX_WORD = 512                       # characters of a number, a function's name or a header
+MAX_WORD = 512                       # characters of a function's name or a header
+MAX_NUMBER = 4_300                   # characters: no longer integers are read by Python's json
 
 _CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(32)}    # JSON has them escaped only
 
@@ -123,7 +124,7 @@ class JsonMachine(Machine):
             if not char or not (char.isascii() and (char.isalnum() or char in "+-.")):
                 break
             word += char
-            if len(word) > MAX_WORD:
+            if len(word) > MAX_NUMBER:
                 raise Malformed(word)
         self._unread(char)
         try:

@@ -1,7 +1,7 @@
 """The complete part of a JSON object that was cut while it was written, as clients of streams read it.
 
 Pairs and elements with a complete value are kept, open objects and arrays are closed. A number at the very end counts as
-complete. Time is linear in the text, without recursion.
+complete. Time is linear in the text, without recursion, and bounded: a client may send megabytes of a cut call back.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import Any
 
 import msgspec
 
+from ridgeline.server.parse.json_text import MAX_NUMBER
+
 _BLANKS = " \t\r\n"
 _AFTER_A_WORD = frozenset(_BLANKS + ",:]}")
+_MOST_STEPS = 2**20                  # of values, blanks and marks between them; what comes after them is left out
 
 
 def is_object(text: str) -> bool:
@@ -25,12 +28,19 @@ def is_object(text: str) -> bool:
 
 def completed(text: str) -> dict[str, Any]:
     """Empty if it is not an object, or nothing of it is complete."""
-    end, closing = _last_complete(text)
-    try:
-        value = msgspec.json.decode(text[:end] + closing)
-    except (msgspec.DecodeError, RecursionError):
-        return {}
+    value = _decoded(text)                               # the usual case, without a Python loop
+    if value is None:
+        end, closing = _last_complete(text)
+        value = _decoded(text[:end] + closing)
     return value if isinstance(value, dict) else {}
+
+
+def _decoded(text: str) -> Any:
+    """None if it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _last_complete(text: str) -> tuple[int, str]:
@@ -38,7 +48,9 @@ def _last_complete(text: str) -> tuple[int, str]:
     is_open: tuple[Any, ...] = ()                        # the innermost closing bracket, then the same for those around it
     complete: tuple[int, tuple[Any, ...]] = (0, ())
     place, is_key = 0, False
-    while place < len(text):
+    for _ in range(_MOST_STEPS):
+        if place >= len(text):
+            break
         char = text[place]
         if char in _BLANKS or char in ",:":
             is_key = char == "," and is_open[:1] == ("}",) if char in ",:" else is_key
@@ -66,15 +78,16 @@ def _last_complete(text: str) -> tuple[int, str]:
 
 def _end_of_text(text: str, place: int) -> int:
     """The place after its closing quote; 0: there is none."""
-    while True:
-        place += 1
-        quote = text.find('"', place)
-        if quote < 0:
-            return 0
+    place += 1
+    quote = text.find('"', place)
+    while quote >= 0:
         escape = text.find("\\", place, quote)
         if escape < 0:
             return quote + 1
-        place = escape + 1
+        place = escape + 2
+        if place > quote:                                # not for every escape: the quote may be far
+            quote = text.find('"', place)
+    return 0
 
 
 def _end_of_word(text: str, place: int) -> int:
@@ -82,6 +95,8 @@ def _end_of_word(text: str, place: int) -> int:
     end = place
     while end < len(text) and text[end] not in _AFTER_A_WORD:
         end += 1
+        if end - place > MAX_NUMBER:
+            return 0
     try:
         json.loads(text[place:end])
     except ValueError:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ridgeline.sampling_params import is_unicode
 from ridgeline.server.parse.incremental import BLANKS, Malformed
+from ridgeline.server.parse.json_text import MAX_NUMBER
 
-MAX_WORD = 512                       # characters of a number
 MAX_DEPTH = 64
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\\": "\\", "'": "'", '"': '"', "\n": ""}
@@ -95,7 +95,7 @@ class _Literals:
         constants = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
         if word in constants:
             return constants[word]
-        if len(word) > MAX_WORD or "I" in word or "N" in word:
+        if len(word) > MAX_NUMBER or "I" in word or "N" in word:
             raise Malformed
         try:
             return json.loads(word.removeprefix("+"))

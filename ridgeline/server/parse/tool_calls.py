@@ -26,7 +26,8 @@ class CallParser(JsonMachine):
     """What the formats share: content with its blanks, and calls written as JSON objects.
 
     `names` are the known functions; formats without marks accept only those as calls. Calls after the first `most` are
-    left out. `schemas` say of which types a function's arguments are, for formats that do not show it.
+    left out. `schemas` say of which types a function's arguments are, for formats that do not show it; `learned` is what parsers
+    make of them, and the answers to a request share it.
     """
 
     head = ""                                            # how a call begins, without blanks, in formats without marks
@@ -34,11 +35,13 @@ class CallParser(JsonMachine):
     needs_schemas = False                                # the format does not show the types of arguments
 
     def __init__(
-        self, names: Collection[str], most: int | None = None, schemas: Mapping[str, Mapping[str, Any]] | None = None
+        self, names: Collection[str], most: int | None = None, schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        learned: dict[str, Any] | None = None,
     ) -> None:
         self.count = 0                                   # calls begun
         self._names = names
         self._schemas = schemas or {}
+        self._learned = {} if learned is None else learned
         self._most = most
         self._held: list[tuple[str, int]] = []           # blanks that are content only if content follows, with their places
         self._spoke = False                              # content came after the last call

@@ -20,6 +20,8 @@ _WORD = re.compile(r"\btools\b")
 # The words of Gemma's templates, and of the first Mistral and Mixtral ones.
 _NO_SYSTEM = re.compile(r"system role (?:is )?not supported|only user and assistant roles are supported!", re.IGNORECASE)
 
+MOST_MENDED = 2**19                  # characters of cut calls that are looked at in one conversation: seconds, for a long one
+
 INTRODUCTION = """You can call functions. Each of these lines describes one:
 <tools>
 {tools}
@@ -72,18 +74,17 @@ def in_plain_text(
 def mended(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For templates that read arguments as an object: arguments that are not valid JSON keep their complete part. Clients send a
     cut or malformed call back with the conversation, which must not fail because of it."""
-    return [
-        {**message, "tool_calls": [_mended(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {**message}
-        for message in messages
-    ]
-
-
-def _mended(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if isinstance(arguments, str) and arguments and not is_object(arguments):
-        arguments = completed(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    left = MOST_MENDED
+    made = [{**message} for message in messages]
+    for message in (each for each in made if each.get("tool_calls")):
+        calls = []
+        for call in message["tool_calls"]:
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str) and arguments and not is_object(arguments):
+                arguments, left = completed(arguments[:left]), max(0, left - len(arguments))
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+        message["tool_calls"] = calls
+    return made
 
 
 def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], has_system: bool) -> None:

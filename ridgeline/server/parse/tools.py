@@ -286,19 +286,25 @@ class Reading:
 
     format: str | None = None        # of known_formats
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)     # of arguments, by the functions' names; {}: not needed
+    learned: dict[str, Any] = field(default_factory=dict)                # of these schemas, by the parsers of all answers
     most_calls: int | None = None
     reasoning: str | None = None     # a name in THOUGHTS
     inside: bool = False             # the prompt has opened the reasoning
     short_ids: bool = False          # Mistral's templates accept only ids of nine characters
     required: str = ""               # rules of required calls in the model's own format, which hold after the reasoning
 
+    @property
+    def parses(self) -> bool:
+        """Whether a text may have other parts than content."""
+        return self.format is not None or self.reasoning is not None
+
     def parser(self) -> MessageParser | None:
         """For one answer; None if all of its text is content."""
-        if self.format is None and self.reasoning is None:
+        if not self.parses:
             return None
         calls: CallParser | None = None
         if self.format is not None:
-            calls = parser_of(self.format)(self.schemas, self.most_calls, self.schemas)
+            calls = parser_of(self.format)(self.schemas, self.most_calls, self.schemas, self.learned)
         reasoning: ReasoningParser | None = None
         if self.reasoning is not None:
             thought = THOUGHTS[self.reasoning]

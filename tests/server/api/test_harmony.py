@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from test_tools import Message, read
 
-from ridgeline.server.parse.harmony import HarmonyParser
+from ridgeline.server.parse.harmony import CHANNEL, START, HarmonyParser
+from ridgeline.server.parse.json_text import MAX_WORD
 from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import tool_format
 
@@ -42,6 +43,17 @@ def test_channels_become_the_parts_of_a_message(text: str, message: Message) -> 
 def test_a_mark_that_the_limit_cuts_off_is_no_text() -> None:
     for place in range(2, len("<|end|>")):
         assert read(parser, ["<|channel|>final<|message|>yes" + "<|end|>"[:place]], cut=True) == ("yes", "", [])
+
+
+@pytest.mark.parametrize(("text", "content"), [
+    (CHANNEL + "a" * 600, "a" * 600), (CHANNEL + "a " * 300 + FINAL, "a " * 300 + "Yes: 2 <| 3."),
+    (START + CHANNEL + " " * 520, " " * 520), (CHANNEL + "[" * MAX_WORD + "<|message|>b", "[" * MAX_WORD + "b"),
+    (CHANNEL * 60 + "final<|message|>b", "b"), (CHANNEL + "a" * 300 + CHANNEL + "b" * 300 + FINAL, "b" * 300 + "Yes: 2 <| 3."),
+])
+def test_a_header_that_is_too_long_is_text_however_it_is_cut(text: str, content: str) -> None:
+    """Of one that came in pieces, more was left out."""
+    for pieces in ([text], list(text), *(([text[at : at + size] for at in range(0, len(text), size)]) for size in (2, 255, 511))):
+        assert read(parser, pieces) == (content, "", [])
 
 
 def test_reasoning_tokens_end_where_the_answer_begins() -> None:

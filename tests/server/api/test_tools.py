@@ -20,6 +20,7 @@ from ridgeline.server.parse.closed_schema import closed
 from ridgeline.server.parse.deepseek_calls import DeepSeekParser
 from ridgeline.server.parse.formats.known_formats import THOUGHTS, reasoning_format, tool_format
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Reasoning
+from ridgeline.server.parse.partial_json import completed
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser, Thought
 from ridgeline.server.parse.tools import (
     after_reasoning,
@@ -251,6 +252,18 @@ def test_whatever_is_called_arrives(calls: list[dict[str, Any]], ascii: bool) ->
     for make, text in texts.items():
         content, _, got = read(make, [text])
         assert content == "" and [json.loads(arguments) for _, arguments in got] == calls, text
+
+
+@pytest.mark.parametrize("digits", [600, 4_200])
+def test_a_long_number_is_a_number(digits: int) -> None:
+    """It broke its call off, and the rest became content."""
+    number = "7" * digits
+    for make, text in (
+        (HERMES, f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>'), (PYTHONIC, f"[f(a={number})]"),
+    ):
+        content, _, ((_, arguments),) = read(make, [text])
+        assert content == "" and json.loads(arguments) == {"a": int(number)}
+        assert completed(arguments[:-1]) == {"a": int(number)}
 
 
 def test_arguments_are_told_while_they_are_written() -> None:

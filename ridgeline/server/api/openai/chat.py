@@ -19,7 +19,6 @@ from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOu
 from ridgeline.server.api.generation import (
     GenerationRequest,
     Reply,
-    Usage,
     Writer,
     ranked,
     structured_outputs,
@@ -39,10 +38,13 @@ from ridgeline.server.api.openai.chat_answers import (
 )
 from ridgeline.server.api.other_names import GRAMMARS
 from ridgeline.server.api.prompt_parts import encoded_alone, finite
+from ridgeline.server.api.usage import Usage
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Event, Reasoning
 from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
 from ridgeline.text.tokenizer import Tokenizer
+
+BYTES_PER_PARSED = 16                # of JSON, that take as long as to parse a character in search of calls
 
 MEDIA = frozenset({"image", "image_url", "audio", "input_audio", "video_url", "file", "file_id", "file_data", "file_url"})
 
@@ -323,6 +325,8 @@ class ChatWriter(Writer):
         super().__init__(request, params, request_id, model, tokenizer)
         self._reading = reading or Reading()
         self._parsers: dict[int, MessageParser | None] = {}      # by choice
+        if self._reading.parses:
+            self.bytes_per_character = BYTES_PER_PARSED
         self._echoed = request.echoed()
         self._old_names = bool(request.functions)                # function_call instead of tool_calls
         self._hide_reasoning = request.include_reasoning is False or request.reasoning_format == "hidden"
@@ -468,8 +472,11 @@ class ChatWriter(Writer):
     def reasoning_tokens(self, outputs: list[RequestOutput]) -> int:
         """Of all answers, as far as they were parsed."""
         answers = [answer for output in outputs for answer in output.outputs]
-        read = [(self._parsers.get(index), answer) for index, answer in enumerate(answers)]
-        return sum(parser.reasoning_tokens(answer.text_offsets) for parser, answer in read if parser is not None)
+        return sum(self._reasoning_tokens_of(index, answer) for index, answer in enumerate(answers))
+
+    def _reasoning_tokens_of(self, index: int, answer: CompletionOutput) -> int:
+        parser = self._parsers.get(index)
+        return 0 if parser is None else parser.reasoning_tokens(answer.text_offsets)
 
     def _logprobs(self, token_ids: list[int], logprobs: TokenLogprobs) -> ChatLogprobs:
         """Each entry is encoded already: as objects, one with twenty alternatives takes 20 KB."""

@@ -15,7 +15,6 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import (
     GenerationRequest,
     Integer,
-    Usage,
     Writer,
     ranked,
 )
@@ -28,6 +27,7 @@ from ridgeline.server.api.prompt_parts import (
     num_prompt_logprobs,
     one_list,
 )
+from ridgeline.server.api.usage import Usage
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -192,8 +192,13 @@ class CompletionWriter(Writer):
             choice.prompt_token_ids = output.prompt_token_ids
 
     def _usage_of(self, outputs: list[RequestOutput]) -> Usage:
-        usage = Usage.of(outputs)
-        if self._prompt_only:
+        return self._shown(super()._usage_of(outputs))
+
+    def _usage_so_far(self, outputs: list[RequestOutput], prompt: int, index: int, delta: AnswerDelta) -> Usage:
+        return self._shown(super()._usage_so_far(outputs, prompt, index, delta))
+
+    def _shown(self, usage: Usage) -> Usage:
+        if self._prompt_only:                            # one token is made all the same
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return usage
 

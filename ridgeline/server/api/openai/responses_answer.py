@@ -265,7 +265,7 @@ class ResponsesWriter(ChatWriter):
             if call.index != self._open:                 # the first delta of a call has its id and name
                 yield from self._add(call.index, self._call(call.id, call.function.name, "", "in_progress"))
             if call.function.arguments:
-                self._items[-1]["arguments"] += call.function.arguments
+                grow(self._items[-1], "arguments", call.function.arguments)
                 yield self._of_item("response.function_call_arguments.delta", delta=call.function.arguments)
 
     def _entries(self, num_chars: int) -> list[TokenLogprob]:
@@ -276,7 +276,7 @@ class ResponsesWriter(ChatWriter):
         return self._log_probabilities.take(num_chars, [(0, ENDLESS)] if parser is None else parser.content_spans)
 
     def _text_delta(self, kind: str, text: str, **more: Any) -> Iterator[dict[str, Any]]:
-        self._items[-1]["content"][0]["text"] += text
+        grow(self._items[-1]["content"][0], "text", text)
         yield self._of_item(kind, content_index=0, delta=text, **more)
 
     def _add(self, name: str | int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -318,6 +318,13 @@ class ResponsesWriter(ChatWriter):
 
     def _of_item(self, kind: str, **more: Any) -> dict[str, Any]:
         return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **more}
+
+
+def grow(item: dict[str, Any], name: str, new: str) -> None:
+    """Add to a text that grows token by token."""
+    text, item[name] = item[name], ""                    # no other reference: Python adds in place, and does not copy a long text
+    text += new
+    item[name] = text
 
 
 def _message(status: str) -> dict[str, Any]:

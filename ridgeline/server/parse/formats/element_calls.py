@@ -14,12 +14,53 @@ break has one at its end as well, and neither is part of it. Of an argument that
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Mapping, Sequence
 
 from ridgeline.server.parse.formats.argument_types import TEXT, ArgumentTypes, as_json
 from ridgeline.server.parse.incremental import BLANKS, Malformed, Reads
 from ridgeline.server.parse.json_text import MAX_WORD
 from ridgeline.server.parse.tool_calls import CallParser
+
+
+class KnownHeads:
+    """What comes before each of a function's arguments, sorted: thousands of arguments are not looked at one by one."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        """`keys`: by what comes before them."""
+        self.keys = keys
+        self.all = sorted(keys)
+
+
+class Heads:
+    """The same for the arguments that a call does not have yet."""
+
+    def __init__(self, known: KnownHeads) -> None:
+        self._known = known
+        self._left_out: list[str] = []                   # sorted
+
+    def leave_out(self, head: str) -> None:
+        if head in self:
+            insort(self._left_out, head)
+
+    def __contains__(self, word: str) -> bool:
+        return word in self._known.keys and not _num_beginning(self._left_out, word, len(word) + 1)
+
+    def begin_with(self, beginning: str) -> bool:
+        size = len(beginning)
+        return _num_beginning(self._known.all, beginning, size) > _num_beginning(self._left_out, beginning, size)
+
+    def key_of(self, word: str) -> str:
+        """Empty for another word."""
+        return self._known.keys.get(word, "")
+
+
+def _num_beginning(words: Sequence[str], word: str, size: int) -> int:
+    """How many of these sorted words have `word` as their first `size` characters."""
+    def first(each: str) -> str:
+        return each[:size]
+
+    return bisect_right(words, word, key=first) - bisect_left(words, word, key=first)
 
 
 class QwenCoderParser(CallParser):
@@ -31,9 +72,9 @@ class QwenCoderParser(CallParser):
     around = ("<tool_call>", "</tool_call>")
     call, call_end = "<function=", "</function>"
     argument, argument_end = "<parameter=", "</parameter>"
+    heads_end_values = True                              # a value ends before the next argument, even without its own mark
 
     def _run(self) -> Reads[None]:
-        self._types: dict[str, ArgumentTypes] = {}       # by the functions' names
         self._in_code, self._ticks = False, 0            # `_ticks`: at the end of the content so far, of the next ```
         self._marks = [mark for mark in (self.around[0], self.call) if mark]
         yield from self._behind(self._marks, self._part, unsure=self.call or self.around[0])
@@ -94,8 +135,8 @@ class QwenCoderParser(CallParser):
 
     def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[str]:
         """Arguments up to the last mark, which is returned: of `marks` the first is before each, the others end the call."""
-        say, types = self._begin(name), self._types_of(name)
-        begin, keys, key = "{", set[str](), ""
+        say, (types, known_heads) = self._begin(name), self._known_of(name)
+        begin, keys, key, heads = "{", set[str](), "", Heads(known_heads)
         while True:
             if not key:
                 self._raw = []                           # the text after it may not belong to the call
@@ -113,29 +154,33 @@ class QwenCoderParser(CallParser):
                         say("}" if begin == ", " else "{}")
                     raise
                 self._raw = None
-            heads = self._heads(types.names - keys - {key})
             if key in keys:                              # a client would get the same key twice; the first is sent already
                 key = yield from self._bare(lambda text: None, heads)
                 continue
             keys.add(key)
+            heads.leave_out(self._head_of(key))
             say(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
             key = yield from self._typed(types.of(key), say, heads)
 
-    def _heads(self, keys: Collection[str]) -> dict[str, str]:
-        """What comes before these arguments, and which one: it also ends a value whose own mark is missing."""
+    def _head_of(self, key: str) -> str:
+        """What comes before this argument: it also ends a value whose own mark is missing."""
         quote = '"' if self.argument.endswith("name=") else ""
-        return {f"{self.argument}{quote}{key}{quote}>": key for key in keys}
+        return f"{self.argument}{quote}{key}{quote}>"
 
-    def _types_of(self, name: str) -> ArgumentTypes:
-        if name not in self._types:
-            self._types[name] = ArgumentTypes(self._schemas.get(name, {}))
-        return self._types[name]
+    def _known_of(self, name: str) -> tuple[ArgumentTypes, KnownHeads]:
+        """The types of a function's arguments, and what comes before each."""
+        if name not in self._learned:
+            types = ArgumentTypes(self._schemas.get(name, {}))
+            keys = types.names if self.heads_end_values else ()
+            self._learned[name] = types, KnownHeads({self._head_of(key): key for key in keys})
+        known: tuple[ArgumentTypes, KnownHeads] = self._learned[name]
+        return known
 
     def _key_of_argument(self) -> Reads[str]:
         return (yield from self._word(">"))
 
-    def _typed(self, types: frozenset[str], say: Callable[[str], None], heads: Mapping[str, str]) -> Reads[str]:
+    def _typed(self, types: frozenset[str], say: Callable[[str], None], heads: Heads) -> Reads[str]:
         """A value and the mark behind it. If that mark was the head of the next argument, its key is returned."""
         if types == TEXT:
             say('"')
@@ -147,7 +192,7 @@ class QwenCoderParser(CallParser):
         say(as_json("".join(pieces), types))
         return key
 
-    def _bare(self, sink: Callable[[str], None], heads: Mapping[str, str]) -> Reads[str]:
+    def _bare(self, sink: Callable[[str], None], heads: Heads) -> Reads[str]:
         """Text up to the mark behind it, without the line breaks around it; as `_typed`."""
         pad, held = yield from self._padding()           # `held`: a line break that may be the last
         while text := (yield from self._until(pad + "<")):
@@ -155,7 +200,7 @@ class QwenCoderParser(CallParser):
             if word == self.argument_end or word in heads:
                 if held and held != pad:
                     sink(held)
-                return heads.get(word, "")
+                return heads.key_of(word)
             if text == "<" and self._cut:
                 break                                    # it may have been the mark
             if pad and word == pad[0]:
@@ -179,10 +224,17 @@ class QwenCoderParser(CallParser):
         self._unread(char)
         return "", first
 
-    def _end_of_value(self, heads: Mapping[str, str]) -> Reads[str]:
+    def _end_of_value(self, heads: Heads) -> Reads[str]:
         """The mark behind a value, one of `heads`, or what was read, a "<" before it."""
         word = yield from self._mark("<", (self.argument_end, self.argument))
-        return (yield from self._mark(word, heads)) if word == self.argument and heads else word
+        if word == self.argument and self.heads_end_values:
+            while word not in heads:
+                char = yield from self._char()
+                if not char or not heads.begin_with(word + char):
+                    self._unread(char)
+                    break
+                word += char
+        return word
 
     def _word(self, stop: str) -> Reads[str]:
         """A name up to `stop`, which is read; quotes and blanks around it are not part of it."""
@@ -211,9 +263,7 @@ class DotsParser(MiniMaxParser):
 class GlmParser(QwenCoderParser):
     head = call = ""                                          # the name follows the mark before all
     argument, argument_end = "<arg_key>", "</arg_value>"
-
-    def _heads(self, keys: Collection[str]) -> dict[str, str]:
-        return {}                                        # a key is followed by another mark here
+    heads_end_values = False                             # a key is followed by another mark here
 
     def _calls(self, mark: str) -> Reads[None]:
         while mark == self.around[0]:                    # the mark behind a call may be missing before the next
