@@ -248,6 +248,8 @@ class Body:
             if self.size > max(LONG_BYTES, self.leave):  # short ones are limited by the number of connections
                 if more:
                     await self._held.leave(self, self._expected(headers) - self.leave)
+                    if self._direct is not None:
+                        self._direct.read_much()
                 else:                                    # it is here, whatever room there is
                     self._held.add(self, self.size - self.leave)
 
