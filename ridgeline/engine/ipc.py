@@ -17,12 +17,14 @@ import signal
 import socket
 import stat
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
+import zmq
 
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import Request, StepPlan, TokenDeltas
@@ -32,9 +34,26 @@ MAX_FRAME = 256 * 2**20
 SHOW_STACKS = signal.SIGUSR1         # an engine's process that gets it writes the stacks of its threads to stderr, and ends
 _DTYPES = {"int8": np.int8, "int32": np.int32, "int64": np.int64, "float32": np.float32, "float64": np.float64}
 
+_THREADS = 2                         # that ZeroMQ starts with the first socket of a context
+
 T = TypeVar("T")
 DecodeError = msgspec.DecodeError
 EncodeError = msgspec.EncodeError
+
+
+def new_context() -> zmq.Context[Any]:
+    """For sockets. RuntimeError where the system has no threads to give: ZeroMQ would end the process there, by SIGABRT."""
+    may_end = threading.Event()
+    tried = [threading.Thread(target=may_end.wait, daemon=True) for _ in range(_THREADS)]
+    try:
+        for each in tried:
+            each.start()
+    finally:
+        may_end.set()
+        for each in tried:
+            if each.ident is not None:
+                each.join()
+    return zmq.Context()
 
 
 class Codec(Generic[T]):

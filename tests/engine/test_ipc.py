@@ -8,6 +8,7 @@ import random
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -256,3 +257,25 @@ def test_sockets_fit_whatever_the_temporary_folder(tmp_path: Path, monkeypatch: 
     sockets = ipc.SocketDir()
     assert len(sockets.address("rank-1024").removeprefix("ipc://")) <= 107
     sockets.close()
+
+
+@pytest.mark.reliability("R-09")
+@pytest.mark.parametrize("threads", range(4))
+def test_no_context_is_made_without_threads_for_it(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """ZeroMQ ends the process by SIGABRT where it can start none: a server that restarts its engine, too."""
+    before, begun = threading.active_count(), list[threading.Thread]()
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if len(begun) == threads:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    if threads < 2:
+        with pytest.raises(RuntimeError, match="start new thread"):
+            ipc.new_context()
+    else:
+        ipc.new_context().destroy()
+    assert threading.active_count() == before and len(begun) == min(2, threads)
