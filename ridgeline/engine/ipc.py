@@ -6,6 +6,7 @@ only this user can enter, under a random name. No torch, and no knowledge of wha
 
 from __future__ import annotations
 
+import _thread
 import errno
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -35,6 +37,7 @@ SHOW_STACKS = signal.SIGUSR1         # an engine's process that gets it writes t
 _DTYPES = {"int8": np.int8, "int32": np.int32, "int64": np.int64, "float32": np.float32, "float64": np.float64}
 
 _THREADS = 2                         # that ZeroMQ starts with the first socket of a context
+_END_SECONDS = 0.1                   # for threads that have nothing to do, to end
 
 T = TypeVar("T")
 DecodeError = msgspec.DecodeError
@@ -43,17 +46,24 @@ EncodeError = msgspec.EncodeError
 
 def new_context() -> zmq.Context[Any]:
     """For sockets. RuntimeError where the system has no threads to give: ZeroMQ would end the process there, by SIGABRT."""
-    may_end = threading.Event()
-    tried = [threading.Thread(target=may_end.wait, daemon=True) for _ in range(_THREADS)]
+    may_end, before = threading.Event(), _num_threads()
     try:
-        for each in tried:
-            each.start()
+        for _ in range(_THREADS):                        # Thread.start() would wait for ever for one that finds no memory
+            _thread.start_new_thread(may_end.wait, ())
     finally:
         may_end.set()
-        for each in tried:
-            if each.ident is not None:
-                each.join()
+        deadline = time.monotonic() + _END_SECONDS
+        while _num_threads() > before and time.monotonic() < deadline:
+            time.sleep(0.0005)
     return zmq.Context()
+
+
+def _num_threads() -> int:
+    """Those that the system counts: one that has ended for Python may be among them for a moment."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:                                      # it does not tell
+        return 0
 
 
 class Codec(Generic[T]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import random
@@ -9,8 +10,9 @@ import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -263,19 +265,21 @@ def test_sockets_fit_whatever_the_temporary_folder(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("threads", range(4))
 def test_no_context_is_made_without_threads_for_it(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """ZeroMQ ends the process by SIGABRT where it can start none: a server that restarts its engine, too."""
-    before, begun = threading.active_count(), list[threading.Thread]()
-    start = threading.Thread.start
+    ended, begun = threading.Semaphore(0), list[int]()
+    start = _thread.start_new_thread
 
-    def limited(thread: threading.Thread) -> None:
+    def limited(work: Callable[[], Any], arguments: tuple[()]) -> int:
         if len(begun) == threads:
             raise RuntimeError("can't start new thread")
-        begun.append(thread)
-        start(thread)
+        begun.append(start(lambda: (work(), ended.release()), arguments))
+        return begun[-1]
 
-    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(ipc._thread, "start_new_thread", limited)
     if threads < 2:
         with pytest.raises(RuntimeError, match="start new thread"):
             ipc.new_context()
     else:
         ipc.new_context().destroy()
-    assert threading.active_count() == before and len(begun) == min(2, threads)
+    assert len(begun) == min(2, threads)
+    for _ in begun:
+        assert ended.acquire(timeout=60)
