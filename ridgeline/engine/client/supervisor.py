@@ -50,6 +50,7 @@ class Supervisor:
         self.sizes: Mapping[str, int] = NO_SIZES         # of the first engine that was ready, for those after it
         self.environment: Mapping[str, str] = NO_VARIABLES       # more variables for its process
         self.name = "the engine"                         # in the log
+        self.changed: Callable[[], str] = str            # why no further engine can go on where the first one was; "": it can
         self._greeting: bytes | None = None              # a frame for each engine while it starts
         self._listener = listener
         self._supervising: asyncio.Task[None] | None = None
@@ -186,6 +187,9 @@ class Supervisor:
                 logger.error("%s stopped (%s) and is restarted; %d open requests will resume", self.name, lost, waiting)
                 await process.stop(at_once=True)
                 await asyncio.sleep(delay)
+                if changed := await asyncio.to_thread(self.changed):     # files: their system may not answer
+                    self.die(EngineDead(f"{lost}; {changed}"))
+                    return
                 try:
                     process = self._launch()
                 except Exception as error:               # no folder, no descriptor, no process left: perhaps in a moment
