@@ -115,8 +115,7 @@ def test_no_engine_goes_on_with_another_model(monkeypatch: pytest.MonkeyPatch) -
     async def scene() -> None:
         engine = make(monkeypatch)
         changed = [""]
-        engine.changed = lambda: changed[0]
-        await engine.start(nothing)
+        await engine.start(nothing, lambda: changed[0])
         first = engine.process
         await lose(engine)
         async with asyncio.timeout(60):

@@ -103,9 +103,9 @@ class AsyncLLM:
                 if on_loading is not None:
                     self._engine.on_loading = on_loading
                 self.hidden_size = (await asyncio.to_thread(checked_model, self.config)).hidden_size
-                self._engine.changed = (await asyncio.to_thread(ServedFiles, lambda: model_path(self.config))).changed
+                files = await asyncio.to_thread(ServedFiles, lambda: model_path(self.config))
                 try:
-                    await self._engine.start(meanwhile=self.load_tokenizer)
+                    await self._engine.start(meanwhile=self.load_tokenizer, changed=files.changed)
                 except BaseException:
                     await self.shutdown()
                     raise
