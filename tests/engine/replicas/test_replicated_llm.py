@@ -104,7 +104,8 @@ def scene(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a coroutine with a started ReplicatedLLM; afterwards nothing may be open."""
     monkeypatch.setattr(supervisor, "EngineChild", Child)
     monkeypatch.setattr(Child, "made", [])
-    monkeypatch.setattr(supervisor, "asyncio", SimpleNamespace(**{**vars(asyncio), "to_thread": at_once}))   # settle() counts turns
+    # settle() counts turns of the loop, and threads take none.
+    monkeypatch.setattr(supervisor, "asyncio", SimpleNamespace(**{**vars(asyncio), "to_thread": at_once}))
 
     def run(test: Callable[[ReplicatedLLM, list[Child]], Awaitable[None]], engines: int = 3, **options: Any) -> None:
         async def whole() -> None:
