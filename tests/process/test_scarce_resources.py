@@ -17,6 +17,7 @@ import pytest
 from served_model import wait_until
 
 from ridgeline import __main__ as command
+from ridgeline.engine import llm
 from ridgeline.engine.core import loop
 from ridgeline.engine.ipc import Failed
 from ridgeline.errors import ConfigError
@@ -207,6 +208,22 @@ def test_a_current_directory_that_was_removed_is_one_line_and_code_2(tmp_path: P
     asks = "import os; import ridgeline.__main__ as it; it.run = lambda argv: os.getcwd(); raise SystemExit(it.main(['eval']))"
     done = python(asks, before=f"cd {tmp_path}/gone; rmdir {tmp_path}/gone")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "current directory" in done.stderr, done.stderr
+
+
+@pytest.mark.reliability("R-14")
+def test_an_engine_in_this_process_needs_a_current_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of torch's ended the process instead, with words about itself."""
+    monkeypatch.setattr(llm, "current_directory", lambda: None)
+    with pytest.raises(ConfigError, match="current directory was removed"):
+        llm.LLM()
+
+
+@pytest.mark.reliability("R-14")
+def test_a_file_that_may_not_grow_is_one_line_and_code_2(tmp_path: Path) -> None:
+    writes = "import pathlib, ridgeline.__main__ as it; it.run = lambda argv: pathlib.Path(argv[0]).write_text('a' * 4096); " \
+        f"raise SystemExit(it.main(['{tmp_path}/answers']))"
+    done = python(writes, before="ulimit -f 1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "ulimit -f" in done.stderr, done.stderr
 
 
 @pytest.mark.reliability("R-14")
