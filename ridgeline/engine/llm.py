@@ -20,11 +20,10 @@ from ridgeline.engine.client.outputs import EmbeddingOutput, PoolingRequestOutpu
 from ridgeline.engine.client.processor import ROLES, Processor, Prompt, RequestState, second_begins
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.gc_policy import only_the_young
-from ridgeline.errors import BadRequest, ConfigError, EngineDead, RequestError, Unsupported, shown
+from ridgeline.errors import BadRequest, EngineDead, RequestError, Unsupported, shown
 from ridgeline.known_options.python_names import METHODS, require_neutral
 from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.models.model_config import load_model_config
-from ridgeline.process.platform import current_directory
 from ridgeline.process.progress import Tick, progress_bar
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams
@@ -38,8 +37,6 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, *, use_tqdm_on_load: bool = True, **options: Any) -> None:
         """`use_tqdm_on_load` shows a bar while weights load, on a terminal."""
-        if current_directory() is None:                  # some of torch's libraries end the process where it was removed
-            raise ConfigError("the current directory was removed; change to another one")
         # Offline, no client waits for the next token: prompts may take whole steps.
         config = EngineConfig.of(model=model, **{"step_time_ms": 0.0} | options).for_one_engine()
         path = model_path(config)

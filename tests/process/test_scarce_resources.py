@@ -17,7 +17,6 @@ import pytest
 from served_model import wait_until
 
 from ridgeline import __main__ as command
-from ridgeline.engine import llm
 from ridgeline.engine.core import loop
 from ridgeline.engine.ipc import Failed
 from ridgeline.errors import ConfigError
@@ -211,11 +210,13 @@ def test_a_current_directory_that_was_removed_is_one_line_and_code_2(tmp_path: P
 
 
 @pytest.mark.reliability("R-14")
-def test_an_engine_in_this_process_needs_a_current_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library of torch's ended the process instead, with words about itself."""
-    monkeypatch.setattr(llm, "current_directory", lambda: None)
-    with pytest.raises(ConfigError, match="current directory was removed"):
-        llm.LLM()
+def test_no_library_ends_a_command_whose_current_directory_was_removed(tmp_path: Path) -> None:
+    """One of torch's did when it was imported, with words about itself."""
+    (tmp_path / "gone").mkdir()
+    imports = "import ridgeline.__main__ as it; from ridgeline.interrupt import import_module; " \
+        "it.run = lambda argv: import_module('no_such_module'); raise SystemExit(it.main(['eval']))"
+    done = python(imports, before=f"cd {tmp_path}/gone; rmdir {tmp_path}/gone")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "current directory" in done.stderr, done.stderr
 
 
 @pytest.mark.reliability("R-14")
