@@ -134,6 +134,7 @@ SCARCE = {
     errno.ENOMEM: "there is not enough memory",
     errno.ENOSPC: "no space is left where it was to be written",
     errno.EDQUOT: "no space is left where it was to be written",
+    errno.EFBIG: "a file would be larger than it may be there (`ulimit -f`, or the file system)",
     errno.EAGAIN: "no further process or thread may be started here; raise `ulimit -u`",
 }
 

@@ -39,7 +39,9 @@ def end_guard() -> None:
 
 def import_module(name: str) -> ModuleType:
     """Imports a module that brings torch, which takes seconds, while nothing needs to be cleaned up. torch takes an exception
-    that Ctrl-C raises in there for a numpy that is not installed: it goes on, and fails much later."""
+    that Ctrl-C raises in there for a numpy that is not installed: it goes on, and fails much later. In a directory that was
+    removed, one of its libraries ends the process; here that is an error as any other."""
+    os.getcwd()
     guard_imports()
     try:
         import importlib

@@ -8,15 +8,42 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, RidgelineError
 
 MOST_BYTES = 64 << 20                # JSON becomes objects of up to thirty times its size. Gemma's tokenizer.json has 33 MB
 MOST_VALUES = 1 << 23                # of one: 20 million empty lists took a minute. 262,144 tokens and their merges are 2 million
 MAX_DEPTH = 64                       # of objects and lists in a config; those of models have less than ten
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")   # half of a pair, in JSON
+
+
+class ServedFiles:
+    """A model's settings and weights as they are when it is served first. `find`: where they are, which may change by itself: a
+    name of the Hugging Face hub means its newest revision here."""
+
+    def __init__(self, find: Callable[[], Path]) -> None:
+        self._find = find
+        self._first = self._seen()
+
+    def changed(self) -> str:
+        """Why an engine that starts now would have another model; empty if it would not, or if its files cannot be looked at:
+        the engine says why."""
+        now = self._seen()
+        if now is None or self._first is None or now == self._first:
+            return ""
+        return f"the model's files in {now[0]} were changed after it was loaded; start the server again to serve them"
+
+    def _seen(self) -> tuple[Path, dict[str, tuple[int, int]]] | None:
+        try:
+            path = self._find()
+            weights = [each for kind in ("safetensors", "gguf") for each in path.glob(f"*.{kind}")]
+            status = {file.name: file.stat() for file in ([path / "config.json", *weights] if path.is_dir() else [path])}
+        except (OSError, RidgelineError):
+            return None
+        return path, {name: (each.st_size, each.st_mtime_ns) for name, each in status.items()}
 
 
 def require_file(file: Path) -> None:

@@ -6,6 +6,7 @@ only this user can enter, under a random name. No torch, and no knowledge of wha
 
 from __future__ import annotations
 
+import _thread
 import errno
 import functools
 import hashlib
@@ -17,12 +18,15 @@ import signal
 import socket
 import stat
 import tempfile
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
+import zmq
 
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import Request, StepPlan, TokenDeltas
@@ -32,9 +36,34 @@ MAX_FRAME = 256 * 2**20
 SHOW_STACKS = signal.SIGUSR1         # an engine's process that gets it writes the stacks of its threads to stderr, and ends
 _DTYPES = {"int8": np.int8, "int32": np.int32, "int64": np.int64, "float32": np.float32, "float64": np.float64}
 
+_THREADS = 2                         # that ZeroMQ starts with the first socket of a context
+_END_SECONDS = 0.1                   # for threads that have nothing to do, to end
+
 T = TypeVar("T")
 DecodeError = msgspec.DecodeError
 EncodeError = msgspec.EncodeError
+
+
+def new_context() -> zmq.Context[Any]:
+    """For sockets. RuntimeError where the system has no threads to give: ZeroMQ would end the process there, by SIGABRT."""
+    may_end, before = threading.Event(), _num_threads()
+    try:
+        for _ in range(_THREADS):                        # Thread.start() would wait for ever for one that finds no memory
+            _thread.start_new_thread(may_end.wait, ())
+    finally:
+        may_end.set()
+        deadline = time.monotonic() + _END_SECONDS
+        while _num_threads() > before and time.monotonic() < deadline:
+            time.sleep(0.0005)
+    return zmq.Context()
+
+
+def _num_threads() -> int:
+    """Those that the system counts: one that has ended for Python may be among them for a moment."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:                                      # it does not tell
+        return 0
 
 
 class Codec(Generic[T]):

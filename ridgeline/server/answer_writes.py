@@ -18,11 +18,17 @@ class DirectWrites:
     The same bytes as uvicorn's own `send` would write, in the middle of a body that `send` has begun and will end.
     """
 
-    __slots__ = ("_cycle", "bytes_out")
+    __slots__ = ("_cycle", "_read_much", "bytes_out")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, read_much: Callable[[], None]) -> None:
+        """`read_much`: a method of its connection."""
         self._cycle = weakref.ref(cycle)                 # it holds the scope, which holds this
+        self._read_much = weakref.WeakMethod(read_much)
         self.bytes_out = 0
+
+    def read_much(self) -> None:
+        if (read_much := self._read_much()) is not None and not self.is_gone:
+            read_much()
 
     @property
     def is_gone(self) -> bool:

@@ -78,6 +78,8 @@ def bind(options: ServerOptions) -> socket.socket:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SYSTEM_UNSENT)     # connections inherit it
         listener.bind(address)
         listener.listen(BACKLOG)
+    except UnicodeError as error:                        # a part of the name is empty, or longer than 63 letters
+        raise ConfigError(f"host {host} is no name of a host: {error.__cause__ or error}") from None
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         reason = "is in use; choose another with --port" if taken else f"cannot be used: {error.strerror}"

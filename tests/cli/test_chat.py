@@ -446,7 +446,8 @@ def test_half_a_surrogate_pair_is_printed_as_a_mark(server: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("url", "says"),
     [*((url, "--url must be like http") for url in ("ftp://x", "http://[::1", "http://x:y", "http://x:99999")),
-     ("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9/v1: ")]
+     ("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9/v1: "),
+     ("http://a..b:9", "no server answers at http://a..b:9/v1: ")]
 )
 def test_no_server(url: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", url]) == 2 and says in capsys.readouterr().err

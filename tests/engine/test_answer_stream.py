@@ -188,7 +188,7 @@ class Cycle:
 
 def test_direct_writes_are_chunks_of_the_same_body() -> None:
     cycle = Cycle()
-    direct = DirectWrites(cycle)                         # type: ignore[arg-type]
+    direct = DirectWrites(cycle, cycle.is_closing)       # type: ignore[arg-type]
     assert direct.is_free
     direct.write(b"data: x\n\n")
     cycle.chunked_encoding = False                       # HTTP/1.0: the body ends with the connection
@@ -201,7 +201,7 @@ def test_direct_writes_are_chunks_of_the_same_body() -> None:
     for name, value in (("write_paused", True), ("response_complete", True), ("response_started", False)):
         cycle = Cycle()
         setattr(cycle, name, value)
-        assert not DirectWrites(cycle).is_free           # type: ignore[arg-type]
+        assert not DirectWrites(cycle, cycle.is_closing).is_free         # type: ignore[arg-type]
 
 
 def test_a_closed_stream_is_freed_without_the_garbage_collector() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import random
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -256,3 +259,27 @@ def test_sockets_fit_whatever_the_temporary_folder(tmp_path: Path, monkeypatch: 
     sockets = ipc.SocketDir()
     assert len(sockets.address("rank-1024").removeprefix("ipc://")) <= 107
     sockets.close()
+
+
+@pytest.mark.reliability("R-09")
+@pytest.mark.parametrize("threads", range(4))
+def test_no_context_is_made_without_threads_for_it(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """ZeroMQ ends the process by SIGABRT where it can start none: a server that restarts its engine, too."""
+    ended, begun = threading.Semaphore(0), list[int]()
+    start = _thread.start_new_thread
+
+    def limited(work: Callable[[], Any], arguments: tuple[()]) -> int:
+        if len(begun) == threads:
+            raise RuntimeError("can't start new thread")
+        begun.append(start(lambda: (work(), ended.release()), arguments))
+        return begun[-1]
+
+    monkeypatch.setattr(ipc._thread, "start_new_thread", limited)
+    if threads < 2:
+        with pytest.raises(RuntimeError, match="start new thread"):
+            ipc.new_context()
+    else:
+        ipc.new_context().destroy()
+    assert len(begun) == min(2, threads)
+    for _ in begun:
+        assert ended.acquire(timeout=60)

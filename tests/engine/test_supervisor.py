@@ -26,6 +26,7 @@ from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.engine.core import loop
 from ridgeline.engine.ipc import Ready
 from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.model_files import ServedFiles
 from ridgeline.process import spare_files
 from ridgeline.server.lifecycle import GOODBYE_SECONDS
 
@@ -106,6 +107,51 @@ def test_the_next_engine_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyP
         return seen
 
     assert asyncio.run(scene()) == [{}, {"num_gpu_blocks_override": 77}]
+
+
+@pytest.mark.reliability("R-12")
+def test_no_engine_goes_on_with_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that was replaced while its model was served: a half of an answer would come from each."""
+    async def scene() -> None:
+        engine = make(monkeypatch)
+        changed = [""]
+        await engine.start(nothing, lambda: changed[0])
+        first = engine.process
+        await lose(engine)
+        async with asyncio.timeout(60):
+            while not (engine.is_up and engine.num_restarts):
+                await asyncio.sleep(0.001)
+        second = engine.process
+        assert second is not first
+        changed[0] = "the model's files in M were changed"
+        await lose(engine)
+        assert str(await engine.died()) == "it was killed; the model's files in M were changed" and engine.process is second
+        await engine.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_files_of_a_model_that_were_changed(tmp_path: Path) -> None:
+    config, weights, other = (tmp_path / name for name in ("config.json", "model.safetensors", "README.md"))
+    config.write_text("{}")
+    weights.write_bytes(b"one")
+    found = [tmp_path]
+    files = ServedFiles(lambda: found[0])
+    assert files.changed() == ""
+    other.write_text("a page")
+    assert files.changed() == ""
+    status = weights.stat()
+    weights.write_bytes(b"two")                          # as long as before
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert str(tmp_path) in files.changed()
+    weights.write_bytes(b"one")
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert files.changed() == ""
+    found[0] = weights                                   # such as another revision of the same name
+    assert files.changed()
+    found[0] = tmp_path
+    config.unlink()
+    assert files.changed() == ""                         # an engine would say so itself
 
 
 @pytest.mark.reliability("R-12")

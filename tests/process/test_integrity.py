@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,26 @@ def test_a_library_that_was_changed_is_not_loaded(cache: Path, monkeypatch: pyte
     built.chmod(0o700)
     native._note_of(built).unlink()
     assert not native._is_ours(built)
+
+
+@pytest.mark.reliability("S-10d")
+def test_the_library_is_compiled_once_however_many_start_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compiled it for itself: six starts took six times as long, and a checksum could stand beside another's build."""
+    monkeypatch.setattr(native.native_build, "file_name", lambda: "kernels.native")
+    compiling: list[Path] = []
+    two = threading.Event()
+
+    def compile_into(target: Path) -> None:
+        compiling.append(target)
+        if len(compiling) > 1:
+            two.set()
+        two.wait(0.5)                                    # for a second one, which would be here at once
+        target.write_bytes(b"code")
+
+    monkeypatch.setattr(native.native_build, "compile_into", compile_into)
+    with ThreadPoolExecutor(4) as threads:               # each opens the folder for itself, as processes do
+        built = list(threads.map(lambda _: native.build(), range(4)))
+    assert len(compiling) == 1 and set(built) == {cache / "kernels.native"} and native._is_ours(built[0])
 
 
 @pytest.mark.reliability("S-05")

@@ -210,6 +210,24 @@ def test_a_current_directory_that_was_removed_is_one_line_and_code_2(tmp_path: P
 
 
 @pytest.mark.reliability("R-14")
+def test_no_library_ends_a_command_whose_current_directory_was_removed(tmp_path: Path) -> None:
+    """One of torch's did when it was imported, with words about itself."""
+    (tmp_path / "gone").mkdir()
+    imports = "import ridgeline.__main__ as it; from ridgeline.interrupt import import_module; " \
+        "it.run = lambda argv: import_module('no_such_module'); raise SystemExit(it.main(['eval']))"
+    done = python(imports, before=f"cd {tmp_path}/gone; rmdir {tmp_path}/gone")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "current directory" in done.stderr, done.stderr
+
+
+@pytest.mark.reliability("R-14")
+def test_a_file_that_may_not_grow_is_one_line_and_code_2(tmp_path: Path) -> None:
+    writes = "import pathlib, ridgeline.__main__ as it; it.run = lambda argv: pathlib.Path(argv[0]).write_text('a' * 4096); " \
+        f"raise SystemExit(it.main(['{tmp_path}/answers']))"
+    done = python(writes, before="ulimit -f 1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "ulimit -f" in done.stderr, done.stderr
+
+
+@pytest.mark.reliability("R-14")
 @pytest.mark.parametrize("limit", ["unlimited", "8000000"])
 def test_an_engine_with_a_limit_on_addresses_reserves_few(limit: str) -> None:
     """torch's allocator on ARM reserves 1 GiB: with `ulimit -v 2000000` nothing was left for the engine, with less it started."""

@@ -235,8 +235,8 @@ class HttpClient:
             _, made = await asyncio.get_running_loop().create_connection(
                 _Connection, self._host, self._port, ssl=self._ssl, server_hostname=self._host if self._ssl else None
             )
-        except OSError as error:
-            raise HttpFailure("no connection", error.strerror or str(error)) from None
+        except (OSError, UnicodeError) as error:         # a label of more than 63 letters is no OSError
+            raise HttpFailure("no connection", getattr(error, "strerror", None) or str(error)) from None
         self.opened += 1
         return made, True
 

@@ -96,7 +96,7 @@ class RemoteModel:
         try:
             connection.request(method, self._path + path, None if body is None else json.dumps(body).encode(), headers)
             answer = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:     # the last: no name of a host
             connection.close()
             raise ConfigError(f"no server answers at {self._address}: {_reason(error)}") from None
         if answer.status == 200:

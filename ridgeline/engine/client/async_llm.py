@@ -49,6 +49,7 @@ from ridgeline.errors import BadRequest, NotNow, Overloaded, RidgelineError, sho
 from ridgeline.known_options.python_names import ASYNC_METHODS
 from ridgeline.messages import Request
 from ridgeline.metrics import ServingMetrics
+from ridgeline.model_files import ServedFiles
 from ridgeline.resolve import model_path
 from ridgeline.roofline.live import LiveView
 from ridgeline.sampling_params import RequestOutputKind, SamplingParams
@@ -102,8 +103,9 @@ class AsyncLLM:
                 if on_loading is not None:
                     self._engine.on_loading = on_loading
                 self.hidden_size = (await asyncio.to_thread(checked_model, self.config)).hidden_size
+                files = await asyncio.to_thread(ServedFiles, lambda: model_path(self.config))
                 try:
-                    await self._engine.start(meanwhile=self.load_tokenizer)
+                    await self._engine.start(meanwhile=self.load_tokenizer, changed=files.changed)
                 except BaseException:
                     await self.shutdown()
                     raise

@@ -32,6 +32,7 @@ from ridgeline.engine.ipc import (
     Ready,
     Shutdown,
     SocketDir,
+    new_context,
 )
 from ridgeline.errors import EngineDead, RidgelineError
 from ridgeline.process import spare_files
@@ -80,7 +81,7 @@ class EngineChild:
         with spare_files.lent(), ExitStack() as undo:    # a failure leaves nothing behind
             self._sockets = SocketDir()
             undo.callback(self._sockets.close)
-            context = zmq.Context()
+            context = new_context()
             undo.callback(context.destroy, linger=0)
             self._to_engine = context.socket(zmq.PUSH)
             self._to_engine.setsockopt(zmq.SNDHWM, 0)    # at most one per open request, and those are limited elsewhere

@@ -55,8 +55,9 @@ class Supervisor:
         self._supervising: asyncio.Task[None] | None = None
         self._died: asyncio.Future[RidgelineError] | None = None
 
-    async def start(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
-        """Start an engine and wait until it is ready and `meanwhile` is done. After any error, call shutdown()."""
+    async def start(self, meanwhile: Callable[[], Awaitable[None]], changed: Callable[[], str] = str) -> None:
+        """Start an engine and wait until it is ready and `meanwhile` is done. `changed`: why no further engine could go on where
+        this one ends; empty if one could. After any error, call shutdown()."""
         loop = asyncio.get_running_loop()
         self._died = loop.create_future()
         began = time.monotonic()
@@ -70,7 +71,7 @@ class Supervisor:
             self.die(lost)
         self.require_alive()
         self._open(process)                              # last of all: from here on requests are accepted
-        self._supervising = loop.create_task(self._supervise(process, loading_limit(time.monotonic() - began)))
+        self._supervising = loop.create_task(self._supervise(process, loading_limit(time.monotonic() - began), changed))
         self._supervising.add_done_callback(self._supervision_ended)
 
     @property
@@ -170,7 +171,7 @@ class Supervisor:
 
     # -- one after another ---------------------------------------------------------------------------------------------
 
-    async def _supervise(self, process: EngineChild, limit: float) -> None:
+    async def _supervise(self, process: EngineChild, limit: float, changed: Callable[[], str]) -> None:
         """Replace a lost engine, as often as the rules allow."""
         restarts = Restarts(self.rules)
         while True:
@@ -186,6 +187,9 @@ class Supervisor:
                 logger.error("%s stopped (%s) and is restarted; %d open requests will resume", self.name, lost, waiting)
                 await process.stop(at_once=True)
                 await asyncio.sleep(delay)
+                if why := await asyncio.to_thread(changed):      # files: their system may not answer
+                    self.die(EngineDead(f"{lost}; {why}"))
+                    return
                 try:
                     process = self._launch()
                 except Exception as error:               # no folder, no descriptor, no process left: perhaps in a moment

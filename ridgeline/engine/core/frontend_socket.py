@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from ridgeline.engine.ipc import FROM_ENGINE, TO_ENGINE, DecodeError, FromEngine, ToEngine
+from ridgeline.engine.ipc import FROM_ENGINE, TO_ENGINE, DecodeError, FromEngine, ToEngine, new_context
 from ridgeline.process.log import get_logger
 
 logger = get_logger("engine")
@@ -35,7 +35,7 @@ class FrontEndLink:
         self.bad_frames = 0
         self._folder = folder
         self._parent = parent
-        self._context = zmq.Context()
+        self._context = new_context()
         self._from_front = self._context.socket(zmq.PULL)
         self._from_front.connect(f"ipc://{folder / 'to-engine'}")
         self._to_front = self._context.socket(zmq.PUSH)

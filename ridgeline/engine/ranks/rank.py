@@ -19,7 +19,7 @@ import zmq
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.core.executor import join
-from ridgeline.engine.ipc import AGAIN, PLAN, PREPARE, RUN, SAID, SAID_TOKENS, STOP
+from ridgeline.engine.ipc import AGAIN, PLAN, PREPARE, RUN, SAID, SAID_TOKENS, STOP, new_context
 from ridgeline.engine.ranks.rank_processes import DROPPED
 from ridgeline.engine.ranks.rank_watch import BEAT_SECONDS
 from ridgeline.engine.ranks.rank_wire import connect
@@ -149,7 +149,7 @@ def _start_over(runner: Runner, link: Link, comm: Communicator, name: str) -> No
 def main(settings: str) -> int:
     given = json.loads(settings)
     end_with_parent(given["parent"])
-    context = zmq.Context()
+    context = new_context()
     link = Link(given, context)
     try:
         obey(given, link)

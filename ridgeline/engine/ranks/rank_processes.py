@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import zmq
 
 from ridgeline.distributed.comm import Communicator
-from ridgeline.engine.ipc import AGAIN, STOP
+from ridgeline.engine.ipc import AGAIN, STOP, new_context
 from ridgeline.engine.ranks.rank_watch import Process, RankWatch
 from ridgeline.engine.ranks.rank_wire import LocalWire, Wire
 from ridgeline.engine.ranks.ray_ranks import RayLauncher
@@ -75,7 +75,7 @@ def make_launcher(config: ResolvedConfig, context: zmq.Context[Any]) -> Launcher
 class Ranks:
     def __init__(self, config: ResolvedConfig) -> None:
         self.shape = config.options.parallel.mesh
-        self._context = zmq.Context()
+        self._context = new_context()
         self._launcher = make_launcher(config, self._context)
         self._reports, self._beats = self._context.socket(zmq.PULL), self._context.socket(zmq.PULL)
         self._links: dict[int, zmq.Socket[bytes]] = {}

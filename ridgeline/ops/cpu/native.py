@@ -10,9 +10,12 @@ The kernels use as many threads as torch does.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import os
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +77,7 @@ _SHORT = {
     "choose_drafts", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes", "share_out",
 }
 SPLIT = 64                          # as in step/decode_attention.c
+WAIT_SECONDS = 600.0                 # for another process that compiles
 MOST_TOP = 64                        # as in step/logits.c
 
 
@@ -89,8 +93,37 @@ def build() -> Path:
 
 
 def _built_in(target: Path) -> Path:
+    """Six servers that start at once on an empty cache compile once: the others wait for the first."""
     if target.is_file() and _is_ours(target):
         return target
+    with _alone_in(target.parent):
+        return target if target.is_file() and _is_ours(target) else _compiled(target)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While no other process is, or after WAIT_SECONDS: one that stands still stops no other. The system gives the lock back
+    however a process ends."""
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        ends = time.monotonic() + WAIT_SECONDS
+        with suppress(OSError):                          # of a system without such locks
+            while not _locked(place) and time.monotonic() < ends:
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(place)
+
+
+def _locked(place: int) -> bool:
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _compiled(target: Path) -> Path:
     scratch = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         native_build.compile_into(scratch)

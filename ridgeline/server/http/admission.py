@@ -1,7 +1,8 @@
 """What a request holds before it is answered: memory for its body, and then a slot.
 
-A body over 64 KiB needs leave for all of its declared length before more of it is read, so a body with leave can always be
-completed. Without a declared length, it needs leave for 1 MiB, and if it outgrows that, for the longest there may be. While there
+A body over 64 KiB needs leave for all of its declared length before more than its first bytes are read, so a body with leave can
+always be completed. Without a declared length, it needs leave for 1 MiB when it is as long, and if it outgrows that, for the
+longest there may be. A body with leave is read in large parts, so most are complete soon after their first bytes. While there
 is no room, its connection is not read: the client waits, and is refused after 60 s. Leave is given to small and old bodies first.
 A body that has leave and stops arriving gives way to those that wait, the longest silent first; one that arrives never does.
 Silence is counted in looks of the event loop, not in seconds: a process that stood still heard no client. A slot is taken when
@@ -235,7 +236,7 @@ class Body:
         self._give_back(max(0, self.leave - self.size))  # of a body without a declared length
 
     async def _receive(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        more = True
+        more, declared = True, self._declared(headers)
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -245,19 +246,25 @@ class Body:
             self.parts.append(message.get("body", b""))
             self.size += len(self.parts[-1])
             more = message.get("more_body", False)
-            if self.size > max(LONG_BYTES, self.leave):  # short ones are limited by the number of connections
+            if max(self.size, declared) > max(LONG_BYTES, self.leave):   # short ones are limited by the number of connections
                 if more:
-                    await self._held.leave(self, self._expected(headers) - self.leave)
+                    await self._held.leave(self, self._expected(declared) - self.leave)
+                    if self._direct is not None:
+                        self._direct.read_much()
                 else:                                    # it is here, whatever room there is
                     self._held.add(self, self.size - self.leave)
 
-    def _expected(self, headers: Iterable[tuple[bytes, bytes]]) -> int:
+    def _expected(self, declared: int) -> int:
         """Its declared length; if it has none, a usual one, and the longest there may be if that was too little."""
+        usual = self._held.longest if self.leave else min(FIRST_LEAVE, self._held.longest)
+        return max(declared or usual, self.size)
+
+    @staticmethod
+    def _declared(headers: Iterable[tuple[bytes, bytes]]) -> int:
+        """0 if it has no declared length."""
         declared = next((value for name, value in headers if name == b"content-length"), b"")
-        if any(name == b"transfer-encoding" for name, _ in headers) or not declared.isdigit():
-            longest = self._held.longest
-            return max(longest if self.leave else min(FIRST_LEAVE, longest), self.size)
-        return max(int(declared), self.size)
+        is_coded = any(name == b"transfer-encoding" for name, _ in headers)
+        return int(declared) if declared.isdigit() and not is_coded else 0
 
     def look(self) -> None:
         """Note whether it has arrived since the last look."""

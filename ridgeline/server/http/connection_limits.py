@@ -11,7 +11,6 @@ import asyncio
 from asyncio import TimerHandle
 from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 import httptools
@@ -21,7 +20,7 @@ from ridgeline.server.answer_writes import CountedAnswer, DirectWrites, LastAnsw
 from ridgeline.server.event_loop import FrontEndLoop
 from ridgeline.server.http.error_bodies import all_in_use, refusal
 from ridgeline.server.http.idle_connections import make_room
-from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_bytes, has_left
+from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, Arriving, LineFlow, Turns, has_bytes, has_left
 from ridgeline.server.http.stream import DIRECT
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.unread import Unread, Waiting
@@ -41,7 +40,7 @@ LINGERING = 8                        # connections beyond the limit that may ask
 PROBES_BEYOND = 2                    # and beyond these, connections on which a health check came
 PROBED = (b"/health", b"/ping")      # what a health check asks for
 READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, as asyncio does, of a thousand are a flood
-PIECE = 512                          # bytes of a chunked body that are parsed at once: its end is not known before
+BODY_READ_BYTES = 256 * 1024         # of a long body that has leave (admission.py): few turns, and its client's end is seen soon
 FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
 SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
 
@@ -56,25 +55,6 @@ class LimitExceeded(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-@dataclass(slots=True)
-class Arriving:
-    """The request that is being received, or was received last."""
-
-    begins_until: float = 0.0        # of a new connection: its first bytes may be here, and are read in a moment
-    in_message: bool = False         # it has begun to arrive and is incomplete
-    in_body: bool = False
-    is_coded: bool = False           # it has a Transfer-Encoding
-    is_offer: bool = False           # its head is complete and valid, and offers another protocol: see begin_again
-    tail: bytes = b""                # the last bytes of its head, which may end with the next ones
-    length: int | None = None        # the body's declared length
-    hosts: int = 0
-    headers: int = 0                 # trailers among them
-    head_bytes: int = 0
-    body_bytes: int = 0
-    heard: float = 0.0               # when its last bytes came
-    chunks: int = 0                  # pieces of the body that the parser found
 
 
 def _read_nothing() -> None:
@@ -128,8 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow = LineFlow(transport, self.loop.time)
         self._waiting = Waiting(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
-        if hasattr(transport, "max_size"):               # asyncio's own transports have it
-            transport.max_size = READ_BYTES
+        self._read_at_once(READ_BYTES)
         self._arriving.begins_until = self.loop.time() + FIRST_READ_SECONDS
         most = self.options.max_connections
         if len(self.connections) > most:
@@ -163,12 +142,23 @@ class LimitedProtocol(HttpToolsProtocol):
         flow = cast(LineFlow, self.flow)
         if flow.is_full:
             self._unread += data                         # at most one read: reading is paused
+        elif self._is_abandoned:
+            self.transport.abort()                       # the system may hold megabytes more of it, and of a thousand others
         elif len(data) <= SMALL_READ or (self._arriving.in_body and self._arriving.length is not None):
             self._parse(data)
         else:
             self._unread = data
             flow.set_full(True)
             self.turns.wait(self._parse_unread, self.loop)
+
+    def _read_at_once(self, num_bytes: int) -> None:
+        if hasattr(self.transport, "max_size"):          # asyncio's own transports have it
+            self.transport.max_size = num_bytes
+
+    def _read_much(self) -> None:
+        """A long body has leave."""
+        if self._arriving.in_body:
+            self._read_at_once(BODY_READ_BYTES)
 
     def _parse(self, data: bytes) -> None:
         """Request by request, until the line is full: the rest waits as it is, and nothing more is read."""
@@ -179,12 +169,12 @@ class LimitedProtocol(HttpToolsProtocol):
                 cast(LineFlow, self.flow).set_full(True)
                 self._cancel_deadline()                  # it is this server that waits
                 return
-            end = self._end_of_part(data, place)
+            end = self._arriving.end_of_part(data, place)
             self._unparsed += end - place
             part = data if end - place == len(data) else data[place:end]
-            tail = (self._arriving.tail + part[-3:])[-3:]
+            before = self._arriving.tail
             super().data_received(part)
-            self._arriving.tail = b"" if self._arriving.in_body else tail
+            self._arriving.tail = (before + part[-3:])[-3:]
             place = end
             # An endless header, chunk extension or trailer: the parser buffers it without a callback.
             if self._unparsed > MAX_HEAD and not self._refused:
@@ -193,18 +183,6 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_within(HEAD_SECONDS)            # bytes before a request, such as empty lines
-
-    def _end_of_part(self, data: bytes, place: int) -> int:
-        """Where the part that begins at `place` ends: with the head of one request, its body, or some of its chunks."""
-        now = self._arriving
-        if now.in_body:
-            return min(len(data), place + (PIECE if now.length is None else max(1, now.length - now.body_bytes)))
-        before = now.tail
-        found = (before + data[place:place + 3]).find(b"\r\n\r\n") if before else -1
-        if found >= 0:                                   # it began in what came before
-            return place + found + 4 - len(before)
-        found = data.find(b"\r\n\r\n", place)
-        return len(data) if found < 0 else found + 4
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -325,7 +303,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_watch()
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
-            scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
+            scope[DIRECT] = DirectWrites(self.cycle, self._read_much)     # before its task runs
             self.cycle.waiting_for_100_continue &= version != "1.0"      # such a client would take the 100 for its answer
             if self.cycle.keep_alive:
                 cast(Any, self.cycle).send = CountedAnswer(self.cycle, self._waiting)
@@ -349,6 +327,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._unparsed = 0
         self._arriving.in_message = self._arriving.in_body = False
+        self._read_at_once(READ_BYTES)
         self._cancel_deadline()
         super().on_message_complete()
 
@@ -422,6 +401,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if not is_silent or cycle is None:               # None: the connection has just ended
             return None
         return heard if cycle.response_complete or not cycle.response_started else None
+
+    @property
+    def _is_abandoned(self) -> bool:
+        """A body is arriving for which no answer has begun, and its client has left."""
+        is_arriving = self._arriving.in_body and self.cycle is not None and not self.cycle.response_started
+        return is_arriving and has_left(self.transport)
 
     @property
     def _is_answering(self) -> bool:

@@ -2,7 +2,8 @@
 
 HTTP/1.1 lets a client send the next request before it has read the last answer. uvicorn parses and queues all of them: 46 bytes
 of memory for each byte sent. Here a connection is read only while few requests wait, and requests that waited begin a few at a
-time, so that a thousand connections with long lines do not hold up a request that just came. Knows connections, no HTTP.
+time, so that a thousand connections with long lines do not hold up a request that just came. Knows where requests end, not
+what they ask for.
 """
 
 from __future__ import annotations
@@ -12,12 +13,47 @@ import math
 import select
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
 MAX_IN_LINE = 4                      # requests that wait behind the one being answered; more are left in the socket
 TURNS_AT_ONCE = 4                    # connections whose requests leave their lines per turn of the event loop
 SMALL_READ = 4 * 1024                # bytes that are parsed as soon as they come; more, outside of a body, take their turn
+PIECE = 512                          # least bytes of a chunked body that are parsed at once: it may be full of empty lines
+
+
+@dataclass(slots=True)
+class Arriving:
+    """The request that is being received, or was received last."""
+
+    begins_until: float = 0.0        # of a new connection: its first bytes may be here, and are read in a moment
+    in_message: bool = False         # it has begun to arrive and is incomplete
+    in_body: bool = False
+    is_coded: bool = False           # it has a Transfer-Encoding
+    is_offer: bool = False           # its head is complete and valid, and offers another protocol: see begin_again
+    tail: bytes = b""                # its last bytes: an empty line may end with the next ones
+    length: int | None = None        # the body's declared length
+    hosts: int = 0
+    headers: int = 0                 # trailers among them
+    head_bytes: int = 0
+    body_bytes: int = 0
+    heard: float = 0.0               # when its last bytes came
+    chunks: int = 0                  # pieces of the body that the parser found
+
+    def end_of_part(self, data: bytes, place: int) -> int:
+        """Where the part that begins at `place` ends: with a head, with a body, or at an empty line of a chunked body, which
+        may be its end. So no part has many requests."""
+        if self.in_body and self.length is not None:
+            return min(len(data), place + max(1, self.length - self.body_bytes))
+        before = self.tail
+        found = (before + data[place:place + 3]).find(b"\r\n\r\n") if before else -1
+        if found >= 0:                                   # it began in what came before
+            end = place + found + 4 - len(before)
+        else:
+            found = data.find(b"\r\n\r\n", place)
+            end = len(data) if found < 0 else found + 4
+        return max(end, min(len(data), place + PIECE)) if self.in_body else end
 
 
 def has_left(transport: asyncio.Transport) -> bool:

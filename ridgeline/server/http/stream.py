@@ -111,6 +111,9 @@ class Direct(Protocol):
 
     def write(self, body: bytes) -> None: ...
 
+    def read_much(self) -> None:
+        """There is room for the request's body: it may be read in large parts."""
+
 
 class EventStream:
     """Server-sent events, or lines. `started`: the status was sent. Events are only data, or complete (`framed`)."""

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,11 +95,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+async def at_once(work: Callable[[], str]) -> str:
+    return work()
+
+
 @pytest.fixture
 def scene(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a coroutine with a started ReplicatedLLM; afterwards nothing may be open."""
     monkeypatch.setattr(supervisor, "EngineChild", Child)
     monkeypatch.setattr(Child, "made", [])
+    # settle() counts turns of the loop, and threads take none.
+    monkeypatch.setattr(supervisor, "asyncio", SimpleNamespace(**{**vars(asyncio), "to_thread": at_once}))
 
     def run(test: Callable[[ReplicatedLLM, list[Child]], Awaitable[None]], engines: int = 3, **options: Any) -> None:
         async def whole() -> None:

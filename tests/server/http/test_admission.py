@@ -24,7 +24,7 @@ class Client:
 
     def __init__(self, held: HeldBodies, length: int, declared: bool = True) -> None:
         self.body = Body(held)
-        self.is_gone = self.is_free = False              # as a Direct
+        self.is_gone = self.is_free = self.is_read_in_large_parts = False        # as a Direct
         self.headers = [(b"content-length", str(length).encode())] if declared else [(b"transfer-encoding", b"chunked")]
         self._left = length
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue()
@@ -38,6 +38,9 @@ class Client:
 
     def write(self, body: bytes) -> None:
         raise AssertionError("a request without its body has no answer")
+
+    def read_much(self) -> None:
+        self.is_read_in_large_parts = True
 
     async def _receive(self) -> dict[str, Any]:
         piece = await self._pieces.get()
@@ -86,6 +89,7 @@ def test_a_body_waits_for_room_and_is_not_refused() -> None:
                     each._pieces.put_nowait(bytes(30_000))
             await turns()
             most = max(most, held.num_bytes)
+            assert all(each.is_read_in_large_parts == (each.body.leave > 0) for each in clients)
         assert not clients and 900_000 <= most <= 1_000_000
 
     running(test)

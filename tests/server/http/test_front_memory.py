@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import socket
 import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from scripted_server import ScriptedServer, connect, post
 from served_model import wait_until, write_model
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ridgeline.engine.client.long_work import num_done
 from ridgeline.server.api.openai.embeddings import Embedding, EmbeddingReply, EmbeddingUsage
 from ridgeline.server.api.vllm.tokenize import DetokenizeReply, TokenizeReply
 from ridgeline.server.endpoints import Question, encoded, num_items
-from ridgeline.server.http import admission, connection_limits
+from ridgeline.server.http import admission, connection_limits, pipelining
 from ridgeline.server.http.connection_limits import LimitedProtocol, limited_protocol
 from ridgeline.server.http.pipelining import MAX_IN_LINE, TURNS_AT_ONCE, Turns
 from ridgeline.server.options import ServerOptions
@@ -138,15 +140,20 @@ def test_unread_requests_in_line_leave_no_cycle(server: ScriptedServer, cycles: 
 # -- requests in line --------------------------------------------------------------------------------------------------
 
 
+CONNECTED = socket.socketpair()
+
+
 class Transport:
     """A connection as far as the protocol looks at it."""
 
     def __init__(self) -> None:
         self.reads = True
         self.written = b""
+        self.is_aborted = False
+        self.max_size = 0                # as asyncio's transports: bytes that are read at once
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+        return CONNECTED[0] if name == "socket" else default
 
     def pause_reading(self) -> None:
         self.reads = False
@@ -161,6 +168,9 @@ class Transport:
         return False
 
     def close(self) -> None: ...
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
     def set_write_buffer_limits(self, high: int) -> None: ...
 
@@ -240,7 +250,7 @@ def test_few_requests_wait_in_line_and_all_begin_in_order(request_: bytes, size:
         made.on_response_complete()
         loop.run_soon()
     # A chunked body has no length: what follows its end in the same piece is parsed with it.
-    assert most <= (MAX_IN_LINE if request_ != CHUNKED else 2 * MAX_IN_LINE + connection_limits.PIECE // len(CHUNKED))
+    assert most <= (MAX_IN_LINE if request_ != CHUNKED else 2 * MAX_IN_LINE + pipelining.PIECE // len(CHUNKED))
     assert paths == [f"/{number}" for number in range(count)]
     assert not pieces and transport.written == b""
 
@@ -285,6 +295,78 @@ def test_a_body_of_tiny_chunks_is_refused(server: ScriptedServer) -> None:
     with connect(server) as connection:
         connection.sendall(head + b"40\r\n" + b" " * 64 + b"\r\n" + b'e\r\n{"prompt":"a"}\r\n' + b"0\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+# -- bodies on their way ------------------------------------------------------------------------------------------------
+
+HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@pytest.mark.reliability("H-01c")
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_body_whose_client_has_left_is_read_no_further(monkeypatch: pytest.MonkeyPatch, answered: bool) -> None:
+    """The system holds the rest of it, and of a thousand others. But a client that closed its sending side may read a refusal."""
+    made = protocol_of(loop := Tasks())
+    transport: Any = made.transport
+    monkeypatch.setattr(connection_limits, "has_left", lambda transport: True)
+    made.data_received(HEAD + bytes(3000))
+    assert not transport.is_aborted
+    made.cycle.response_started = answered
+    made.data_received(bytes(3000))
+    assert transport.is_aborted == (not answered) and made._arriving.body_bytes == 3000 * (1 + answered)
+    loop.close()
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"], ids=["declared", "chunked"])
+def test_a_body_is_read_in_large_parts_while_there_is_room_for_it(length: bytes) -> None:
+    """A gigabyte in parts of 16 KiB took the event loop longer than its clients, and all of their bodies waited in memory."""
+    made = protocol_of(loop := Tasks())
+    transport: Any = made.transport
+    chunked = b"chunked" in length
+    made.data_received(b"POST /x HTTP/1.1\r\nHost: a\r\n" + length + b"\r\n\r\n" + (b"f4240\r\n" if chunked else b""))
+    assert transport.max_size == connection_limits.READ_BYTES
+    direct: Any = cast(Any, made.cycle.scope)[connection_limits.DIRECT]
+    direct.read_much()                                   # it has leave
+    assert transport.max_size == connection_limits.BODY_READ_BYTES
+    made.data_received(bytes(1_000_000) + (b"\r\n0\r\n\r\n" if chunked else b""))
+    loop.run_soon()
+    assert not made.cycle.more_body and transport.max_size == connection_limits.READ_BYTES
+    direct.read_much()
+    assert transport.max_size == connection_limits.READ_BYTES        # it is here already
+    loop.close()
+
+
+def test_a_body_has_leave_before_more_than_its_first_bytes_are_read(server: ScriptedServer) -> None:
+    """The first 64 KiB of each of three thousand bodies that waited were 400 MB."""
+    held, request = server.service.bodies, post("/tokenize", {"prompt": "x" * 300_000})
+    with connect(server) as long, connect(server) as short:
+        short.sendall(post("/tokenize", {"prompt": "x" * 60_000})[:1000])
+        long.sendall(request[:1000])
+        wait_until(lambda: held.num_bytes > 0)
+        assert 300_000 < held.num_bytes < 300_100 and [body.size < 1000 for body in held.arriving] == [True]
+    wait_until(lambda: not held.num_bytes)
+
+
+@pytest.mark.parametrize("line", [b"a", b"a\r\n\r\n"], ids=["text", "empty lines"])
+def test_a_chunked_body_is_parsed_in_few_parts(monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
+    """It ends with an empty line, so a part without one has one request at most."""
+    parts: list[bytes] = []
+    parse = HttpToolsProtocol.data_received
+
+    def counted(protocol: HttpToolsProtocol, data: bytes) -> None:
+        parts.append(data)
+        parse(protocol, data)
+
+    monkeypatch.setattr(HttpToolsProtocol, "data_received", counted)
+    made = protocol_of(loop := Tasks())
+    data = (line * 16_384)[:16_384]
+    sent = CHUNKED.partition(b"3\r\n")[0] + (b"4000\r\n" + data + b"\r\n") * 4 + b"0\r\n\r\n" + GET
+    for place in range(0, len(sent), connection_limits.READ_BYTES):
+        made.data_received(sent[place : place + connection_limits.READ_BYTES])
+        loop.run_soon()
+    assert b"".join(parts) == sent and bytes(made._answered.body) == 4 * data            # type: ignore[union-attr]
+    assert len(parts) <= (8 if line == b"a" else len(sent) / pipelining.PIECE + 8) and len(made.pipeline) == 1
+    loop.close()
 
 
 # -- bodies held ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ridgeline.server.app import make_app
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, OPEN_PATHS, AccessLog, Gate, caller_of
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
-from ridgeline.server.lifecycle import check_certificate
+from ridgeline.server.lifecycle import bind, check_certificate
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
@@ -366,6 +366,14 @@ def test_certificates_are_checked_before_anything_loads(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             check_certificate(ServerOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.reliability("R-09")
+@pytest.mark.parametrize("host", ["a..b", ".a", "a" * 64])
+def test_a_host_that_is_no_name_is_one_line(host: str) -> None:
+    """The library that looks names up raises no OSError for it."""
+    with pytest.raises(ConfigError, match=f"^host {host} is no name of a host: label "):
+        bind(ServerOptions(host=host, port=0))
 
 
 @pytest.mark.reliability("B-22")
