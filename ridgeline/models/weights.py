@@ -437,7 +437,8 @@ def _files_without_index(directory: Path) -> list[Path]:
         there = {int(match[2]) for match in numbered}
         first = next(number for number in range(1, len(there) + 2) if number not in there)
         if first <= count:           # a file's name may say any count
-            raise ModelError(f"{directory} lacks {count - len(there)} of {count} weight files: the first is number {first}")
+            lacking = count - sum(0 < number <= count for number in there)       # some count from 0
+            raise ModelError(f"{directory} lacks {lacking} of {count} weight files: the first is number {first}")
         return found
     if found:
         raise ModelError(f"{directory} has {len(found)} weight files and no {INDEX}, which would say what belongs together: "
