@@ -74,7 +74,7 @@ def overview(group: str = "") -> str:
             *lines,
             "",
             "`ridgeline COMMAND --help` lists a command's options; `ridgeline --version` the version.",
-            "Without a MODEL, commands use the embedded SmolLM2-135M-Instruct.",
+            "Without a MODEL, commands that run a model use the embedded SmolLM2-135M-Instruct.",
         ]
     )
 

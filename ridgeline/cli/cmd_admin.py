@@ -49,6 +49,8 @@ def ask(path: str, asked: dict[str, object], seconds: float = _SECONDS, notice: 
 
 
 def _ask(path: str, asked: dict[str, object], seconds: float, notice: str) -> dict[str, Any]:
+    if path.startswith(("http://", "https://")):
+        raise ConfigError(f"{path} is a URL; admin takes the path that `ridgeline serve --admin-socket PATH` was given")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(seconds)
         try:

@@ -99,7 +99,7 @@ def _mixture(fields: Fields, rule: ExpertRule, dense: tuple[int, ...]) -> Expert
             if fields.get(name):
                 return fields.integer(name, maximum=MAX_INTERMEDIATE)
         if default is None:
-            raise ModelError(f"{fields.where}: {' or '.join(names)} is missing")
+            raise ModelError(f"{fields.where}: {' or '.join(names)} is missing or 0")
         return default
 
     count = first_of(*COUNTS)

@@ -434,7 +434,7 @@ def _files_without_index(directory: Path) -> list[Path]:
     numbered = [match for path in found if (match := _NUMBERED.fullmatch(path.name))]
     if numbered and len(numbered) == len(found) and len({(match[1], match[3]) for match in numbered}) == 1:
         count = int(numbered[0][3])
-        there = {int(match[2]) for match in numbered}
+        there = {int(match[2]) for match in numbered} - {0}      # some count from 0
         first = next(number for number in range(1, len(there) + 2) if number not in there)
         if first <= count:           # a file's name may say any count
             raise ModelError(f"{directory} lacks {count - len(there)} of {count} weight files: the first is number {first}")

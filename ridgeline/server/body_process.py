@@ -113,10 +113,12 @@ def tokenise(service: Service, made: Prepared | EmbeddingTokens) -> None:
     llm = service.llm
     assert isinstance(llm, NoEngine) and llm.ready is not None
     params = made.params if isinstance(made, Prepared) else made.request.params(llm.ready.max_model_len)
+    tally = llm.tally()
     for place, prompt in enumerate(made.prompts):
         ids = prompt
         if isinstance(prompt, str):
             ids = llm.tokens(prompt, params.truncate_prompt_tokens, params.truncation_side)
+            tally.add(len(ids))
         if isinstance(made, Prepared):
             made.prompts[place] = {"prompt": prompt, "prompt_token_ids": ids} if ids is not prompt else prompt
         elif all(type(each) is int and 0 <= each < 2**32 for each in ids):

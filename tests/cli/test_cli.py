@@ -202,6 +202,7 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
         (["chat", "--temperature", "-1"], "temperature must be a number between 0 and 100, got -1.0"),
         (["generate", "/nowhere.jsonl", "/tmp/out.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["generate", "only-one"], "the following arguments are required: OUTPUT.jsonl; see ridgeline generate --help"),
+        (["admin", "http://127.0.0.1:8000", "load"], "http://127.0.0.1:8000 is a URL; admin takes the path that"),
         (["admin"], "the following arguments are required: SOCKET, command; see ridgeline admin --help"),
         (["chat", "--base-url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1/v1"),
     ],

@@ -25,7 +25,14 @@ from ridgeline.engine.client.long_work import CHATS, LONG_BYTES, away
 from ridgeline.engine.client.open_requests import OpenRequests
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Beside, Processor, Prompt, RequestState
-from ridgeline.engine.client.prompt_limits import LONG_WORK, PromptLimits, amount_of_work, is_brief, num_chars
+from ridgeline.engine.client.prompt_limits import (
+    LONG_WORK,
+    PromptLimits,
+    PromptTally,
+    amount_of_work,
+    is_brief,
+    num_chars,
+)
 from ridgeline.engine.client.request_context import LOCAL, Caller
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults
 from ridgeline.engine.client.supervisor import Listener, Supervisor
@@ -236,11 +243,12 @@ class AsyncLLM:
 
         def make() -> list[tuple[Request, bytes, RequestState]]:
             assert self._processor is not None
-            beside, made = self._processor.beside(params), []
+            beside, tally, made = self._processor.beside(params), self.tally(), []
             for prompt in prompts:
                 made.append(self._make(prompt, params, priority, cache_salt, caller, must_fit, beside))
+                request, frame, _ = made[-1]
+                tally.add(len(request.prompt_token_ids))
                 if len(made) == 1:
-                    request, frame, _ = made[0]
                     self._limits.check_repeated(len(frame), len(request.prompt_token_ids), len(prompts))
             self._limits.check_logprobs([len(request.prompt_token_ids) for request, _, _ in made], params)
             return made
@@ -372,6 +380,10 @@ class AsyncLLM:
     def _limits(self) -> PromptLimits:
         assert self.ready is not None
         return PromptLimits(self.ready.max_model_len, self._processor.longest_piece if self._processor is not None else 0)
+
+    def tally(self) -> PromptTally:
+        """Counts the tokens of a request's prompts. For those that are tokenised before they come to stream()."""
+        return PromptTally(self._limits.max_model_len)
 
     def _require_room(self, tokens: int, caller: Caller) -> None:
         """Overloaded if the queue has no room for `tokens` more, or the first token would come after the caller's deadline."""

@@ -17,6 +17,7 @@ LONG_WORK = 2_000                    # characters that take about a millisecond 
 USUAL_ANSWER = 32_768                # tokens that an answer without a limit of its own is expected to have at most
 MOST_LOGPROBS = 3_000_000            # log-probabilities in the answers to a request: each is 8 bytes, and up to 100 when written
 MOST_REPEATED = 16 * 2**20           # bytes that the prompts of a request repeat: each is sent with all parameters
+MOST_TOKENS = 2**20                  # of all prompts of a request: to decode as many ids holds Python's lock for 50 ms
 _ID_BYTES = 5                        # of a token id as it is sent, at most
 MOST_VALUES = 200                    # texts, keys, lists and objects of a chat that is rendered on the event loop
 
@@ -92,6 +93,25 @@ class PromptLimits:
     def _context(self) -> str:
         """In OpenAI's words, which clients search for; the words before it are Anthropic's, for the same reason."""
         return f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
+
+
+class PromptTally:
+    """Counts the tokens of a request's prompts, and refuses more than it may have together. One prompt alone may fill the
+    context."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.most = max(MOST_TOKENS, max_model_len)
+        self._total = self._prompts = 0
+
+    def add(self, tokens: int) -> None:
+        self._total += tokens
+        self._prompts += 1
+        if self._prompts > 1 and self._total > self.most:
+            raise BadRequest(
+                f"the first {self._prompts} prompts have {self._total:,} tokens together, and at most {self.most:,} may come in "
+                "one request; send them in several requests",
+                field=PROMPT,
+            )
 
 
 def is_brief(*given: Any) -> bool:

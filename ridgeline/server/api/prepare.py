@@ -16,6 +16,7 @@ import msgspec
 
 from ridgeline.engine.client.long_work import away_if_long, checkpoint
 from ridgeline.engine.client.processor import Prompt
+from ridgeline.engine.client.prompt_limits import PromptTally
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
@@ -108,9 +109,13 @@ async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Prepar
     service.slots.check(len(requests) * params.n)
     tokens, read = await chat_prompt(service, requests[0], params, len(body))
     prepared = Prepared(ChatForm(requests[0], read), params, [tokens], "chatcmpl-")
+    tally = service.llm.tally()
+    tally.add(len(tokens))
     for each in requests[1:]:
         await asyncio.sleep(0)                           # short conversations are rendered here: others get a turn between them
-        prepared.prompts.append(await prompt_tokens(service, each, len(body)))
+        tokens = await prompt_tokens(service, each, len(body))
+        tally.add(len(tokens))
+        prepared.prompts.append(tokens)
     return prepared
 
 
@@ -124,7 +129,8 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> P
     if request.suffix:
         prompts = await around_gaps(service, prompts, request.suffix)
     elif request.add_special_tokens is False:
-        prompts = [await without_special(service, each) for each in prompts]
+        tally = service.llm.tally()
+        prompts = [await without_special(service, each, tally) for each in prompts]
     fit(service, request, params)
     request.prompt = request.suffix = ""                 # they are in the prompts
     request.forget_params()
@@ -138,18 +144,22 @@ async def around_gaps(service: Service, prompts: list[Prompt], suffix: str) -> l
     begin, hole, end = middle_marks(service.llm.get_tokenizer())
     behind = await service.llm.text_tokens(suffix, False)
     made: list[Prompt] = []
+    tally = service.llm.tally()
     for prompt in map(str, prompts):
-        before = await without_special(service, prompt)
+        before = await without_special(service, prompt, tally)
+        tally.add(len(behind))
         made.append({"prompt": prompt, "prompt_token_ids": [begin, *before["prompt_token_ids"], hole, *behind, end]})
     return made
 
 
-async def without_special(service: Service, prompt: Any) -> Any:
+async def without_special(service: Service, prompt: Any, tally: PromptTally) -> Any:
     """A prompt's text as token ids, without special tokens."""
     if not isinstance(prompt, str):
         return prompt
     await asyncio.sleep(0)                               # let streams go on between many prompts
-    return {"prompt": prompt, "prompt_token_ids": await service.llm.text_tokens(prompt, False)}
+    ids = await service.llm.text_tokens(prompt, False)
+    tally.add(len(ids))
+    return {"prompt": prompt, "prompt_token_ids": ids}
 
 
 def fit(service: Service, request: GenerationRequest, params: SamplingParams) -> None:

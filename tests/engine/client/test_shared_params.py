@@ -75,6 +75,23 @@ def test_what_prompts_repeat_is_bounded_before_it_is_made(llm: Unsent, monkeypat
     assert error.value.field == PROMPT and len(begun) == 1
 
 
+@pytest.mark.reliability("B-02")
+def test_prompts_are_made_until_they_have_too_many_tokens_together(llm: Unsent, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm._processor is not None and llm.ready is not None
+    texts, request = [], llm._processor.request
+
+    def noted(prompt: Any, *more: Any, **named: Any) -> Any:
+        texts.append(prompt)
+        return request(prompt, *more, **named)
+
+    monkeypatch.setattr(llm._processor, "request", noted)
+    monkeypatch.setattr("ridgeline.engine.client.prompt_limits.MOST_TOKENS", llm.ready.max_model_len)
+    text = "a" * (llm.ready.max_model_len // 2 - 8)              # a token each
+    with pytest.raises(BadRequest, match="the first 3 prompts have") as error:
+        asyncio.run(llm.stream([text] * 100, SamplingParams(max_tokens=1)))
+    assert len(texts) == 3 and error.value.field == PROMPT
+
+
 def test_one_prompt_may_have_any_parameters_and_prompts_any_length() -> None:
     limits = PromptLimits(8192, 12)
     limits.check_repeated(MOST_REPEATED * 2, 10, 1)

@@ -114,6 +114,7 @@ def test_files_without_an_index(files: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("files", "message"), [
     (("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"), "lacks 1 of 3 weight files: the first is number"),
+    (("model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"), "lacks 1 of 2 weight files: the first is number"),
     (("a.safetensors", "b.safetensors"), "has 2 weight files and no model.safetensors.index.json"),
     (("consolidated.safetensors",), "consolidated.safetensors has its makers' own names"),
     (("adapter_model.safetensors",), "has no weights: no model.safetensors and no model.safetensors.index.json"),

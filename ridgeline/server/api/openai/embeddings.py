@@ -20,6 +20,7 @@ import numpy as np
 from ridgeline.engine.client.long_work import away_if_long, away_to_answer
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.processor import Prompt, check_salt
+from ridgeline.engine.client.prompt_limits import PromptTally
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
@@ -177,7 +178,8 @@ async def embedding_of(service: Service, request: EmbeddingRequest, size: int, m
         raise BadRequest(message, field="dimensions")
     prompts: list[Prompt] = await away_if_long(size, lambda: list(request.prompts()))
     if request.add_special_tokens is False:
-        prompts = [await plain_tokens(service, each) for each in prompts]
+        tally = service.llm.tally()
+        prompts = [await plain_tokens(service, each, tally) for each in prompts]
     request.input = ""
     return EmbeddingTokens(request, prompts, model)
 
@@ -241,7 +243,11 @@ def token_ids(data: bytes) -> list[int]:
     return np.frombuffer(data, "<u4").tolist()
 
 
-async def plain_tokens(service: Service, prompt: Prompt) -> Prompt:
+async def plain_tokens(service: Service, prompt: Prompt, tally: PromptTally) -> Prompt:
     """A text as token ids, without special tokens."""
     await asyncio.sleep(0)                               # let streams go on between thousands of texts
-    return await service.llm.text_tokens(prompt, False) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        return prompt
+    ids = await service.llm.text_tokens(prompt, False)
+    tally.add(len(ids))
+    return ids

@@ -75,13 +75,14 @@ async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tupl
     made: list[tuple[list[int], int]] = []
     firsts: dict[str, list[int]] = {}
     assert service.llm.ready is not None
-    limits = PromptLimits(service.llm.ready.max_model_len, 0)
+    limits, tally = PromptLimits(service.llm.ready.max_model_len, 0), service.llm.tally()
     for place, (first, second) in enumerate(pairs):
         await asyncio.sleep(0)                           # let streams go on between many pairs
         if first not in firsts:
             firsts[first] = await service.llm.text_tokens(first)
             limits.check_length(len(firsts[first]))      # before it is tokenised again with each second text
         whole = await service.llm.text_tokens(first + second)
+        tally.add(len(whole))
         try:
             made.append((whole, second_begins(firsts[first], whole)))
         except BadRequest as error:

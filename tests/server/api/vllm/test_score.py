@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ridgeline.engine.client.prompt_limits import PromptTally
 from ridgeline.errors import BadRequest, PromptTooLong
 from ridgeline.server.api.vllm.score import tokens_of
 
@@ -22,6 +23,9 @@ class Words:
         self.begins = begins
         self.known: dict[str, int] = {}
         self.ready = SimpleNamespace(max_model_len=512)
+
+    def tally(self) -> PromptTally:
+        return PromptTally(self.ready.max_model_len)
 
     async def text_tokens(self, text: str) -> list[int]:
         found = re.findall(r" ?[^ ]+| ", text)
