@@ -22,7 +22,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")   # half of a pair, in JSON
 
 class ServedFiles:
     """A model's settings and weights as they are when it is served first. `find`: where they are, which may change by itself: a
-    name of the Hugging Face hub means its newest revision here."""
+    name of the Hugging Face hub means its newest revision here. Revisions link to the files that they have in common."""
 
     def __init__(self, find: Callable[[], Path]) -> None:
         self._find = find
@@ -32,18 +32,23 @@ class ServedFiles:
         """Why an engine that starts now would have another model; empty if it would not, or if its files cannot be looked at:
         the engine says why."""
         now = self._seen()
-        if now is None or self._first is None or now == self._first:
+        if now is None or self._first is None or now[1] == self._first[1]:
             return ""
         return f"the model's files in {now[0]} were changed after it was loaded; start the server again to serve them"
 
-    def _seen(self) -> tuple[Path, dict[str, tuple[int, int]]] | None:
+    def _seen(self) -> tuple[Path, dict[str, tuple[Path, int, int]]] | None:
         try:
             path = self._find()
             weights = [each for kind in ("safetensors", "gguf") for each in path.glob(f"*.{kind}")]
-            status = {file.name: file.stat() for file in ([path / "config.json", *weights] if path.is_dir() else [path])}
-        except (OSError, RidgelineError):
+            files = [path / "config.json", *weights] if path.is_dir() else [path]
+            return path, {file.name: _identity(file.resolve(strict=True)) for file in files}
+        except (OSError, RuntimeError, RidgelineError):  # RuntimeError: links in a circle
             return None
-        return path, {name: (each.st_size, each.st_mtime_ns) for name, each in status.items()}
+
+
+def _identity(file: Path) -> tuple[Path, int, int]:
+    status = file.stat()
+    return file, status.st_size, status.st_mtime_ns
 
 
 def require_file(file: Path) -> None:

@@ -273,7 +273,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
         if WEIGHT_FORMATS[setup.expert_weights].bits == 4:
             products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
         else:
-            seconds = flops[:, EXPERTS] / (wide * constants.linear_compute * paced)      # codes become numbers (ops/experts)
+            seconds = flops[:, EXPERTS] / (wide * constants.linear_compute * paced)      # also of 8 bits: see expert_work.py
             products[:, EXPERTS] = _tiled_experts(setup, steps, bytes_read[:, EXPERTS] / reads[EXPERTS], seconds, wide * paced)
         few = np.where(steps.tokens <= expert_work.MOST_FEW, expert_work.FEW_CALLS, 1.0)
         products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * few * kernel

@@ -131,6 +131,56 @@ def test_no_engine_goes_on_with_another_model(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(scene())
 
 
+@pytest.mark.reliability("R-12")
+def test_files_that_do_not_answer_do_not_stop_the_supervision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a network's file system: the server stayed `restarting`, and its requests waited, until it answered."""
+    answers, asked = threading.Event(), list[int]()
+
+    def changed() -> str:
+        asked.append(1)
+        answers.wait()
+        return ""
+
+    async def scene() -> None:
+        engine = make(monkeypatch)
+        monkeypatch.setattr(supervisor, "loading_limit", lambda first: 0.01)
+        try:
+            await engine.start(nothing, changed)
+            await lose(engine)
+            async with asyncio.timeout(60):
+                died = await engine.died()
+            assert str(died) == "the model's files could not be looked at within 0 s, after 3 restarts"
+            assert len(asked) == RULES.max_restarts
+        finally:
+            answers.set()
+            await engine.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_a_revision_with_the_same_files_is_the_same_model(tmp_path: Path) -> None:
+    """As the Hugging Face cache has them: a new page of the repository is a new folder of links."""
+    def snapshot(name: str, weights: str) -> Path:
+        folder = tmp_path / "snapshots" / name
+        folder.mkdir(parents=True)
+        for file, blob in (("config.json", "settings"), ("model.safetensors", weights)):
+            (tmp_path / "blobs").mkdir(exist_ok=True)
+            (tmp_path / "blobs" / blob).write_text(blob)
+            os.utime(tmp_path / "blobs" / blob, ns=(1, 1))
+            (folder / file).symlink_to(f"../../blobs/{blob}")
+        return folder
+
+    found = [snapshot("one", "w1")]
+    files = ServedFiles(lambda: found[0])
+    found[0] = snapshot("two", "w1")
+    assert files.changed() == ""
+    found[0] = snapshot("three", "w2")                   # as long, and as old
+    assert str(found[0]) in files.changed()
+    (found[0] / "config.json").unlink()
+    (found[0] / "config.json").symlink_to("config.json")
+    assert files.changed() == ""                         # an engine would say so itself
+
+
 def test_files_of_a_model_that_were_changed(tmp_path: Path) -> None:
     config, weights, other = (tmp_path / name for name in ("config.json", "model.safetensors", "README.md"))
     config.write_text("{}")

@@ -109,7 +109,8 @@ def test_nothing_is_recommended_that_other_options_exclude(tmp_path: Path) -> No
 
 
 def test_small_models_and_mixtures() -> None:
-    """No decode kernels of 8 bits for few inputs; experts have none for integers of 8 bits, and only Hopper's are for codes."""
+    """Few inputs have an 8-bit decode kernel for one row; experts have none for integers of 8 bits, and only Hopper's are for
+    codes."""
     small, mixture = (find_model(name).config for name in ("llama-3.2-1b", "qwen3-30b-a3b"))
     assert {name for name, faster in made_formats(small, "cuda", "bfloat16").items() if faster} == {"int4", "mxfp4"}
     assert made_formats(mixture, "cuda", "bfloat16") == dict.fromkeys(("fp8", "fp8-block", "int4", "mxfp4"), True)

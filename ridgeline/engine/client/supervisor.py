@@ -187,11 +187,13 @@ class Supervisor:
                 logger.error("%s stopped (%s) and is restarted; %d open requests will resume", self.name, lost, waiting)
                 await process.stop(at_once=True)
                 await asyncio.sleep(delay)
-                if why := await asyncio.to_thread(changed):      # files: their system may not answer
-                    self.die(EngineDead(f"{lost}; {why}"))
-                    return
                 try:
+                    if why := await _said_within(limit, changed):
+                        self.die(EngineDead(f"{lost}; {why}"))
+                        return
                     process = self._launch()
+                except EngineDead as error:
+                    lost = error
                 except Exception as error:               # no folder, no descriptor, no process left: perhaps in a moment
                     lost = EngineDead(_not_started(error))
                 else:
@@ -223,6 +225,15 @@ class Supervisor:
                 logger.error("no message from %s for %.1f s; its stacks follow", self.name, self.pulse.silent_for)
                 await process.show_stacks()
                 return EngineDead(f"the engine hung for {self.pulse.silent_for:.0f} s")
+
+
+async def _said_within(limit: float, changed: Callable[[], str]) -> str:
+    """A network's file system may not answer, for ever."""
+    try:
+        async with asyncio.timeout(limit):
+            return await asyncio.to_thread(changed)
+    except TimeoutError:
+        raise EngineDead(f"the model's files could not be looked at within {limit:.0f} s") from None
 
 
 def _not_started(error: Exception) -> str:

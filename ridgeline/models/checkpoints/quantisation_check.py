@@ -205,7 +205,7 @@ def product_dtype(
     formats = LinearFormats(model, quantization, device, ranks, dtype)
     kept = {shape.path: format for shape, format in formats.shapes()}
     shares: dict[str, int] = {}
-    for shape in (*linears(model, ranks), *expert_matrices(model, ranks)):       # codes of experts become numbers
+    for shape in (*linears(model, ranks), *expert_matrices(model, ranks)):       # experts: 16 bits, or 8 bits twice
         format = kept.get(shape.path)
         computed = "" if format is None or shape.path == HEAD else _computed(format, shape.share, device, facts)
         shares[computed] = shares.get(computed, 0) + shape.count * shape.outputs * shape.share

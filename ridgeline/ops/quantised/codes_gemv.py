@@ -5,8 +5,9 @@ As in ops/packed/packed_gemv.py the warps of a CTA share the inputs of a strip o
 weight as its left operand. A product may take its inputs in any order, if weight and x agree: a lane loads 16 bytes of
 neighbouring codes of output r (and of r + 8), and each instruction takes four of them, so that no packed copy is needed. x stays
 in 16 bits. Scales multiply float32 sums: of each output at the end (`row`), or of 128 inputs (`block`). On Hopper most formats
-are packed anew (ops/packed) or meet x in 8 bits (ops/linear/fp8_linear.py). Left to this kernel are e4m3 that was stored with 2:4
-sparsity, and scales that 16 bits do not hold or that several outputs share.
+are packed anew (ops/packed) or meet x in 8 bits (ops/linear/fp8_linear.py). Left to this kernel are matrices that are too small
+for the kernels of these, e4m3 that was stored with 2:4 sparsity, and scales that 16 bits do not hold or that several outputs
+share.
 
 Not faster than quantising the row and gemm_ring.py, which formats that mean x in 8 bits keep: q, k and v of an 8B model took 9.6
 us with the norm (ring and norm 9.1), and a step with fp8 blocks 3.1 ms. Written in Gluon, which the interpreter does not support;

@@ -69,4 +69,3 @@ class RunningUsage:
         details = CompletionTokensDetails(reasoned, 0, accepted, rejected)
         total = self._prompt_tokens + self._sent
         return Usage(self._prompt_tokens, self._sent, total, PromptTokensDetails(self._num_cached), details)
-

@@ -43,6 +43,7 @@ READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, 
 BODY_READ_BYTES = 256 * 1024         # of a long body that has leave (admission.py): few turns, and its client's end is seen soon
 FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
 SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
+CHUNKS_AT_ONCE = 1_000               # of a body; then other connections get a turn
 
 
 class UpgradeOffered(Exception):
@@ -147,9 +148,12 @@ class LimitedProtocol(HttpToolsProtocol):
         elif len(data) <= SMALL_READ or (self._arriving.in_body and self._arriving.length is not None):
             self._parse(data)
         else:
-            self._unread = data
-            flow.set_full(True)
-            self.turns.wait(self._parse_unread, self.loop)
+            self._parse_in_turn(data)
+
+    def _parse_in_turn(self, data: bytes) -> None:
+        self._unread = data
+        cast(LineFlow, self.flow).set_full(True)
+        self.turns.wait(self._parse_unread, self.loop)
 
     def _read_at_once(self, num_bytes: int) -> None:
         if hasattr(self.transport, "max_size"):          # asyncio's own transports have it
@@ -162,12 +166,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         """Request by request, until the line is full: the rest waits as it is, and nothing more is read."""
-        place = 0
+        place, chunks = 0, self._arriving.chunks
         while place < len(data) and not self._refused and not self.transport.is_closing():
             if len(self.pipeline) >= MAX_IN_LINE * (1 + self._arriving.in_message):   # preferably between two requests
                 self._unread = data[place:]
                 cast(LineFlow, self.flow).set_full(True)
                 self._cancel_deadline()                  # it is this server that waits
+                return
+            if self._arriving.is_coded and self._arriving.chunks > chunks + CHUNKS_AT_ONCE:
+                self._parse_in_turn(data[place:])
                 return
             end = self._arriving.end_of_part(data, place)
             self._unparsed += end - place

@@ -20,7 +20,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 MAX_IN_LINE = 4                      # requests that wait behind the one being answered; more are left in the socket
 TURNS_AT_ONCE = 4                    # connections whose requests leave their lines per turn of the event loop
 SMALL_READ = 4 * 1024                # bytes that are parsed as soon as they come; more, outside of a body, take their turn
-PIECE = 512                          # least bytes of a chunked body that are parsed at once: it may be full of empty lines
+PIECE = 512                          # least bytes of a chunked body that are parsed at once: it may be full of empty lines …
+MOST_PIECE = 16 * 1024               # … and most: it may be full of chunks, which take a microsecond each
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class Arriving:
         else:
             found = data.find(b"\r\n\r\n", place)
             end = len(data) if found < 0 else found + 4
-        return max(end, min(len(data), place + PIECE)) if self.in_body else end
+        return min(len(data), max(end, place + PIECE), place + MOST_PIECE) if self.in_body else end
 
 
 def has_left(transport: asyncio.Transport) -> bool:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -345,6 +346,26 @@ def test_a_body_has_leave_before_more_than_its_first_bytes_are_read(server: Scri
         wait_until(lambda: held.num_bytes > 0)
         assert 300_000 < held.num_bytes < 300_100 and [body.size < 1000 for body in held.arriving] == [True]
     wait_until(lambda: not held.num_bytes)
+
+
+@pytest.mark.parametrize("line", [b"1\r\na\r\n", b"4\r\n\r\n\r\n\r\n"], ids=["bytes", "empty lines"])
+def test_a_large_part_of_small_chunks_is_parsed_in_turns(line: bytes) -> None:
+    """Eight bodies with a large chunk first and 160,000 small ones behind it held /health up for a second."""
+    made = protocol_of(loop := Tasks())
+    made.data_received(b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    count = connection_limits.BODY_READ_BYTES // len(line)
+    for data in (b"a00000\r\n" + bytes(0xA00000) + b"\r\n", line * count, b"0\r\n\r\n"):
+        turns = [made._arriving.chunks]
+        made.data_received(data)
+        turns.append(made._arriving.chunks)
+        while loop.soon:
+            callback, args = loop.soon.pop(0)
+            callback(*args)
+            turns.append(made._arriving.chunks)
+        assert max(after - before for before, after in pairwise(turns)) < 4000
+    assert made._arriving.body_bytes == 0xA00000 + len(line[3:-2]) * count
+    assert not made.cycle.more_body and not made._refused
+    loop.close()
 
 
 @pytest.mark.parametrize("line", [b"a", b"a\r\n\r\n"], ids=["text", "empty lines"])
