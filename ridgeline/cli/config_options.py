@@ -123,10 +123,23 @@ def _with_dashes(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
+class _NoModel(str):
+    """Tells an argument that is not there from an empty one: argparse converts both."""
+
+
+_NO_MODEL = _NoModel()
+
+
+def _model(given: str) -> str:
+    if not given and given is not _NO_MODEL:
+        raise argparse.ArgumentTypeError("it is empty, as of a variable that is not set; leave it out for the embedded model")
+    return str(given)
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [options]"
     parser.add_argument(
-        "model", nargs="?", default="", metavar="MODEL",
+        "model", nargs="?", default=_NO_MODEL, type=_model, metavar="MODEL",
         help="a name in the Hugging Face cache, a directory or a .gguf file; default: the embedded SmolLM2-135M-Instruct",
     )
 

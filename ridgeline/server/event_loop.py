@@ -229,7 +229,7 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
         self._write_to_self()                                  # type: ignore[attr-defined]
         return handle
 
-    def begin(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
+    def begin(self, connection: socket.socket, protocol: asyncio.BaseProtocol) -> None:
         """Give an accepted connection a transport, as connect_accepted_socket() does, without a task for it."""
         self._make_socket_transport(connection, protocol)      # type: ignore[attr-defined]
 

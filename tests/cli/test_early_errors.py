@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from served_model import write_model
 
+from ridgeline.__main__ import main
+from ridgeline.cli.config_options import OptionParser, add_model
 from ridgeline.config import EngineConfig
 from ridgeline.early_check import checked_model
 from ridgeline.engine.client.processor import Processor
@@ -102,3 +104,11 @@ def test_what_only_a_gpu_knows_is_left_to_the_engine(tmp_path: Path, monkeypatch
         device_facts(impossible)
     with pytest.raises(ConfigError, match="KV"):
         checked_model(EngineConfig.of(model=path, kv_cache_memory_bytes=1))
+
+
+def test_an_empty_model_is_no_missing_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of `ridgeline serve "$MODEL"` with a variable that is not set: it would be the embedded model without a word."""
+    parser = OptionParser(prog="ridgeline serve")
+    add_model(parser)
+    assert parser.parse_args([]).model == "" and parser.parse_args(["a"]).model == "a"
+    assert main(["serve", ""]) == 2 and "argument MODEL: it is empty" in capsys.readouterr().err

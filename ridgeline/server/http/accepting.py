@@ -14,6 +14,7 @@ import errno
 import select
 import socket
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ PROBES_AHEAD = 2                     # health checks that begin at once, per loo
 RETRY_SECONDS = 1.0                  # when the system has no file descriptor left
 SILENT_SECONDS = 10.0                # after which a connection without a byte is closed; the same for a handshake
 PROBES = (b"GET /health", b"HEAD /health", b"GET /ping")
+READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, as asyncio does, of a thousand are a flood
 LAST_READ = 2**16                    # of a connection that is refused: with bytes unread it would be reset, and hear nothing
 PROBE_BYTES, PROBE_END = 1024, b"\r\n\r\n"     # all of it is here: to wait for the rest of thousands would delay real ones
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -109,6 +111,34 @@ class SilentConnections:
             self._epoll.close()
 
 
+class TlsConnection(SSLProtocol):
+    """asyncio's protocol for TLS with small buffers, unless more is asked for: a thousand idle connections have a thousand of
+    them. `handshake` is done when it has ended; to cancel it ends the connection."""
+
+    max_size: int = READ_BYTES                           # type: ignore[misc]
+    _ssl_buffer: bytearray
+    _transport: asyncio.Transport | None
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol, tls: ssl.SSLContext) -> None:
+        self.handshake: asyncio.Future[None] = loop.create_future()
+        self.handshake.add_done_callback(self._ended)
+        super().__init__(loop, protocol, tls, self.handshake, server_side=True, ssl_handshake_timeout=int(SILENT_SECONDS))
+        # Of encrypted bytes, while the protocol does not read. A record of 16 KiB may be incomplete: both must be above that.
+        self._set_read_buffer_limits(high=4 * READ_BYTES, low=2 * READ_BYTES)        # type: ignore[attr-defined]
+
+    def _ended(self, handshake: asyncio.Future[None]) -> None:
+        if not handshake.cancelled():
+            handshake.exception()                        # no other's concern
+        elif self._transport is not None:
+            self._transport.abort()
+
+    def read_at_once(self, num_bytes: int) -> None:
+        if num_bytes != len(self._ssl_buffer):
+            self.max_size = num_bytes
+            self._ssl_buffer = bytearray(num_bytes)
+            self._ssl_buffer_view = memoryview(self._ssl_buffer)
+
+
 class Acceptor:
     """For one listening socket. `room`: how many more connections there may be, beside those that wait here, and `probes_beyond`
     with health checks; `make_room` closes some that are idle. `refusal`: what a client is told for whom there is no room."""
@@ -129,7 +159,7 @@ class Acceptor:
         self._silent = SilentConnections(self._loop, self._sort)
         self._probes: deque[socket.socket] = deque()     # the oldest first, as below
         self._others: deque[socket.socket] = deque()
-        self._beginning: dict[Any, None] = {}            # tasks, and protocols that will have a transport in a moment
+        self._beginning: dict[Any, None] = {}            # handshakes, and protocols that will have a transport in a moment
         self._own = self._loop if isinstance(self._loop, FrontEndLoop) else None
         self._is_closed = False
         self._listen()
@@ -221,9 +251,9 @@ class Acceptor:
         if self._tls is None:
             return 0                                     # then one begins within a turn
         oldest = list(islice(self._beginning, max(1, len(self._beginning) // SHARE)))
-        for task in oldest:
-            self._has_begun(task)
-            task.cancel()
+        for handshake in oldest:
+            self._has_begun(handshake)
+            handshake.cancel()
         return len(oldest)
 
     def _has_begun(self, one: Any) -> None:
@@ -245,12 +275,18 @@ class Acceptor:
             self._own.ahead(self._begin_one, self._probes.popleft())
 
     def _begin_one(self, connection: socket.socket) -> None:
-        if self._own is not None and self._tls is None:
+        if self._own is not None:
             with suppress(Exception):                    # as in _begun
                 protocol = self._make_protocol()
-                self._own.begin(connection, protocol)
-                self._beginning[protocol] = None
-                self._own.call_soon(self._has_begun, protocol)           # behind what begin() has added
+                if self._tls is None:
+                    self._own.begin(connection, protocol)
+                    self._beginning[protocol] = None
+                    self._own.call_soon(self._has_begun, protocol)       # behind what begin() has added
+                else:
+                    over_tls = TlsConnection(self._own, protocol, self._tls)
+                    self._own.begin(connection, over_tls)
+                    self._beginning[over_tls.handshake] = None
+                    over_tls.handshake.add_done_callback(self._has_begun)
             return
         task = self._loop.create_task(self._begun(connection))
         self._beginning[task] = None

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from ridgeline.server.answer_writes import CountedAnswer, DirectWrites, LastAnswer
 from ridgeline.server.event_loop import FrontEndLoop
+from ridgeline.server.http.accepting import READ_BYTES, TlsConnection
 from ridgeline.server.http.error_bodies import all_in_use, refusal
 from ridgeline.server.http.idle_connections import make_room
 from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, Arriving, LineFlow, Turns, has_bytes, has_left
@@ -39,7 +40,6 @@ SILENT_SECONDS = 3.0                 # without a byte of a body, after which its
 LINGERING = 8                        # connections beyond the limit that may ask for health; others are refused unheard
 PROBES_BEYOND = 2                    # and beyond these, connections on which a health check came
 PROBED = (b"/health", b"/ping")      # what a health check asks for
-READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, as asyncio does, of a thousand are a flood
 BODY_READ_BYTES = 256 * 1024         # of a long body that has leave (admission.py): few turns, and its client's end is seen soon
 FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
 SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
@@ -156,7 +156,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.turns.wait(self._parse_unread, self.loop)
 
     def _read_at_once(self, num_bytes: int) -> None:
-        if hasattr(self.transport, "max_size"):          # asyncio's own transports have it
+        over_tls = getattr(self.transport, "_ssl_protocol", None)
+        if isinstance(over_tls, TlsConnection):
+            over_tls.read_at_once(num_bytes)
+        elif hasattr(self.transport, "max_size"):        # asyncio's own transports have it
             self.transport.max_size = num_bytes
 
     def _read_much(self) -> None:

@@ -7,14 +7,19 @@ import errno
 import select
 import socket
 import ssl
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partialmethod
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ridgeline.server.event_loop import FrontEndLoop
 from ridgeline.server.http import accepting
-from ridgeline.server.http.accepting import BEGUN_AT_ONCE, PROBE_BYTES, Acceptor
+from ridgeline.server.http.accepting import BEGUN_AT_ONCE, PROBE_BYTES, READ_BYTES, Acceptor, TlsConnection
+from ridgeline.server.http.connection_limits import BODY_READ_BYTES, LimitedProtocol
 from ridgeline.server.lifecycle import ListeningServer, http_config
 from ridgeline.server.options import ServerOptions
 
@@ -150,7 +155,10 @@ def _has_bytes(client: socket.socket) -> bool:
     return bool(select.select([client], [], [], 0)[0])
 
 
-def test_the_oldest_unfinished_handshakes_give_way(listener: socket.socket) -> None:
+@pytest.mark.parametrize("loop", [FrontEndLoop, asyncio.SelectorEventLoop])
+def test_the_oldest_unfinished_handshakes_give_way(
+    listener: socket.socket, loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)        # no certificate: none of them will end
 
     async def run() -> None:
@@ -166,7 +174,89 @@ def test_the_oldest_unfinished_handshakes_give_way(listener: socket.socket) -> N
         for each in clients:
             each.close()
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+class Held(asyncio.Protocol):
+    """Notes its transport and what comes."""
+
+    transport: Any = None
+
+    def __init__(self) -> None:
+        self.pieces: list[int] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append(len(data))
+
+
+def _certified(folder: Path) -> ssl.SSLContext:
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "1",
+                    "-subj", "/CN=localhost"], check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(cert, key)
+    return tls
+
+
+def test_a_connection_over_tls_has_small_buffers(listener: socket.socket, tmp_path: Path) -> None:
+    """Also while its protocol does not read; and what waited then comes to the last byte."""
+    tls, trusting, sent, made = _certified(tmp_path), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), 16 * 2**20, Held()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+
+    async def run() -> None:
+        acceptor = Acceptor(listener, lambda: made, tls, lambda: 10**6)
+        async with asyncio.timeout(120):
+            _, writer = await asyncio.open_connection(*listener.getsockname(), ssl=trusting)
+            while made.transport is None:
+                await asyncio.sleep(0.001)
+            over_tls: Any = made.transport._ssl_protocol
+            assert isinstance(made.transport._ssl_protocol, TlsConnection) and not len(acceptor)
+            assert len(over_tls._ssl_buffer) == READ_BYTES
+            made.transport.pause_reading()
+            writer.write(bytes(sent))
+            while not over_tls._ssl_reading_paused:
+                await asyncio.sleep(0.001)
+            assert not made.pieces and over_tls._incoming.pending < 6 * READ_BYTES
+            made.transport.resume_reading()
+            limited: Any = SimpleNamespace(transport=made.transport)
+            while sum(made.pieces) < sent // 2:
+                await asyncio.sleep(0.001)
+            LimitedProtocol._read_at_once(limited, BODY_READ_BYTES)
+            while sum(made.pieces) < sent:
+                await asyncio.sleep(0.001)
+            assert len(over_tls._ssl_buffer) == BODY_READ_BYTES
+            LimitedProtocol._read_at_once(limited, READ_BYTES)
+            assert len(over_tls._ssl_buffer) == READ_BYTES
+            writer.transport.abort()
+        acceptor.close()
+
+    with asyncio.Runner(loop_factory=FrontEndLoop) as runner:
+        runner.run(run())
+    assert sum(made.pieces) == sent
+
+
+def test_a_client_that_speaks_no_tls_is_closed_without_a_word(
+    listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:
+    tls = _certified(tmp_path)
+
+    async def run() -> None:
+        acceptor = Acceptor(listener, Held, tls, lambda: 10**6)
+        client, = connect(listener, 1, CHECK)
+        async with asyncio.timeout(120):
+            while not _is_closed(client):
+                await asyncio.sleep(0.001)
+        client.close()
+        assert not len(acceptor)
+        acceptor.close()
+
+    with asyncio.Runner(loop_factory=FrontEndLoop) as runner:
+        runner.run(run())
+    assert not caplog.records
 
 
 def test_idle_connections_give_way_and_health_checks_need_no_room(listener: socket.socket) -> None:
