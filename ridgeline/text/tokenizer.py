@@ -23,7 +23,7 @@ from ridgeline.process.log import get_logger
 from ridgeline.text.chat_template import ChatTemplate
 from ridgeline.text.decoders import WindowDecoder
 from ridgeline.text.quoting import Quoted, Special
-from ridgeline.text.tokenizer_limits import SlowVocabulary, TextCost, check_text, in_time, is_panic
+from ridgeline.text.tokenizer_limits import SlowVocabulary, TextCost, check_text, in_time, is_panic, may_go_back
 from ridgeline.text.vocabulary import Vocabulary
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
 from ridgeline.text.vocabulary_hf import directory_vocabulary
@@ -60,7 +60,8 @@ class Tokenizer:
         self.eos_token_ids = vocabulary.eos_token_ids        # any of them ends an answer
         self.has_prefix_space = vocabulary.has_prefix_space
         self._core = vocabulary.core
-        self._cost = TextCost(vocabulary.growth)
+        steps = (vocabulary.core.normalizer, vocabulary.core.pre_tokenizer)
+        self._cost = TextCost(vocabulary.growth, any(may_go_back(step.__getstate__()) for step in steps if step is not None))
         self._plain_core: tokenizers.Tokenizer | None = None
         self._pieces = vocabulary.pieces
         self._shown_pieces = list(vocabulary.pieces)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import struct
 import time
 from collections.abc import Iterable, Iterator
@@ -48,6 +49,40 @@ class TextCost:
 
     growth: float                    # characters that its normalizer makes of one
     is_slow: bool = False            # a short text took long, by a pattern that goes back and forth
+
+
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[\d,]+\}|.", re.DOTALL)
+
+
+def may_go_back(part: bytes) -> bool:
+    """Whether a normalizer or pre-tokenizer, as JSON, has a pattern that repeats a group with repeats or alternatives: it may try
+    so many ways to match a short text that it takes minutes. No known model has one."""
+    left = [msgspec.json.decode(part)]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            if isinstance(pattern := each.get("Regex"), str) and _repeats_ways(pattern):
+                return True
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return False
+
+
+def _repeats_ways(pattern: str) -> bool:
+    closed, groups = False, [False]                      # the last part closed a group with repeats or alternatives
+    for part in _PATTERN_PARTS.findall(pattern):
+        repeats_it = part in ("*", "+") or part.startswith("{")
+        if repeats_it and closed:
+            return True
+        groups[-1] |= part in ("*", "+", "|") or (part.startswith("{") and "," in part)      # {3} is one way
+        closed = False
+        if part == "(":
+            groups.append(False)
+        elif part == ")" and len(groups) > 1:
+            closed = groups.pop()
+            groups[-1] |= closed
+    return False
 
 
 class _Facts(msgspec.Struct):

@@ -186,6 +186,23 @@ def test_long_texts_and_slow_tokenizers_leave_pythons_lock_to_others(tmp_path: P
     assert calls == ["encode", "encode_batch_fast", "encode", "encode_batch_fast"]
 
 
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|ab|b){3,24}(?<!a|b)", "((a|b))*c", "(?:x[)]|y)+"])
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_no_text_is_read_on_the_event_loop_with_a_pattern_that_repeats_alternatives(
+    tmp_path: Path, part: str, pattern: str
+) -> None:
+    """200 letters took 20 s, and no health check was answered: the first short text came before the tokenizer counted as slow."""
+    regex = {"Regex": pattern}
+    cut = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
+    step = replace("", regex) if part == "normalizer" else cut
+    assert Tokenizer.load(changed(tmp_path, **{part: {"type": "Sequence", f"{part}s".replace("_", ""): [step]}})).is_slow
+
+
+def test_patterns_of_known_models_are_read_at_once() -> None:
+    patterns = [pattern for pre in PRE_TOKENIZERS.values() for pattern in pre.patterns]
+    assert patterns and not tokenizer_limits.may_go_back(json.dumps([{"Regex": pattern} for pattern in patterns]).encode())
+
+
 @pytest.mark.reliability("S-10d")
 def test_long_runs_of_blanks_are_refused_without_work(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_model(tmp_path / "tiny"))
