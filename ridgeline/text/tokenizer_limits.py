@@ -56,7 +56,7 @@ _PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[\d,]+\}|.", re.D
 
 def may_go_back(part: bytes) -> bool:
     """Whether a normalizer or pre-tokenizer, as JSON, has a pattern that repeats a group with repeats or alternatives: it may try
-    so many ways to match a short text that it takes minutes. No known model has one."""
+    very many ways to match a short text, and take minutes. No known model has one."""
     left = [msgspec.json.decode(part)]
     while left:
         each = left.pop()
