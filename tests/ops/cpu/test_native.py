@@ -298,9 +298,11 @@ def test_without_a_cache_directory_an_engine_goes_on(monkeypatch: pytest.MonkeyP
     assert native.if_built() is None
 
 
-def test_an_engine_compiles_what_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_compiles_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """`pip install` runs no `ridgeline build`: the first engine compiles, and says so; without a compiler it says that, too."""
-    missing, built = Path("/nowhere/kernels.native"), native.path()
+    missing, built = tmp_path / "kernels.native", native.path()
     monkeypatch.setattr(native, "path", lambda: missing)
     monkeypatch.setattr(native, "build", lambda: built)
     monkeypatch.setattr(native.logger.parent, "propagate", True)
