@@ -1,7 +1,8 @@
 """Reads a small file of a model: its settings in JSON, its tokenizer, its templates.
 
 A directory from elsewhere must not fill the memory or wait for ever: only regular files are read, up to a bound. Every failure is
-a ModelError of one line. Files that the user names are read by `user_files`, weights by `models/weights.py`.
+a ModelError of one line, and expressions that may take long are known by their looks. Files that the user names are read by
+`user_files`, weights by `models/weights.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ MOST_BYTES = 64 << 20                # JSON becomes objects of up to thirty time
 MOST_VALUES = 1 << 23                # of one: 20 million empty lists took a minute. 262,144 tokens and their merges are 2 million
 MAX_DEPTH = 64                       # of objects and lists in a config; those of models have less than ten
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")   # half of a pair, in JSON
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[\d,]+\}|.", re.DOTALL)
 
 
 class ServedFiles:
@@ -101,3 +103,28 @@ def _is_deep(content: Any) -> bool:
         inside = [each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer)]
         level = [each for each in inside if isinstance(each, (dict, list))]
     return bool(level)
+
+
+def num_repeats(pattern: str) -> int:
+    return sum(map(_is_repeat, _PATTERN_PARTS.findall(pattern)))
+
+
+def repeats_ways(pattern: str) -> bool:
+    """Whether an expression repeats a group with repeats or alternatives: a text without a match may be tried in very many
+    ways, and take minutes."""
+    closed, groups = False, [False]                      # the last part closed a group with repeats or alternatives
+    for part in _PATTERN_PARTS.findall(pattern):
+        if _is_repeat(part) and closed:
+            return True
+        groups[-1] |= part == "|" or (_is_repeat(part) and (part[0] != "{" or "," in part))      # {3} is one way
+        closed = False
+        if part == "(":
+            groups.append(False)
+        elif part == ")" and len(groups) > 1:
+            closed = groups.pop()
+            groups[-1] |= closed
+    return False
+
+
+def _is_repeat(part: str) -> bool:
+    return part in ("*", "+") or part.startswith("{")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 import struct
 import time
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ridgeline.errors import BadRequest, ModelError
+from ridgeline.model_files import repeats_ways
 
 MAX_ADDED_BYTES = 2 << 20            # of the texts of added tokens: 2 s and 200 MB; Gemma has 6,400 tokens of 70 kB
 MAX_TOKEN_LENGTH = 4_096             # bytes of one: some libraries' cost grows with its square; Gemma's longest has 93
@@ -51,9 +51,6 @@ class TextCost:
     is_slow: bool = False            # a short text took long, by a pattern that goes back and forth
 
 
-_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[\d,]+\}|.", re.DOTALL)
-
-
 def may_go_back(part: bytes) -> bool:
     """Whether a normalizer or pre-tokenizer, as JSON, has a pattern that repeats a group with repeats or alternatives: it may try
     very many ways to match a short text, and take minutes. No known model has one."""
@@ -61,27 +58,11 @@ def may_go_back(part: bytes) -> bool:
     while left:
         each = left.pop()
         if isinstance(each, dict):
-            if isinstance(pattern := each.get("Regex"), str) and _repeats_ways(pattern):
+            if isinstance(pattern := each.get("Regex"), str) and repeats_ways(pattern):
                 return True
             left += each.values()
         elif isinstance(each, list):
             left += each
-    return False
-
-
-def _repeats_ways(pattern: str) -> bool:
-    closed, groups = False, [False]                      # the last part closed a group with repeats or alternatives
-    for part in _PATTERN_PARTS.findall(pattern):
-        repeats_it = part in ("*", "+") or part.startswith("{")
-        if repeats_it and closed:
-            return True
-        groups[-1] |= part in ("*", "+", "|") or (part.startswith("{") and "," in part)      # {3} is one way
-        closed = False
-        if part == "(":
-            groups.append(False)
-        elif part == ")" and len(groups) > 1:
-            closed = groups.pop()
-            groups[-1] |= closed
     return False
 
 

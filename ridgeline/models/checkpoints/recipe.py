@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, TypeGuard
 
 from ridgeline.errors import ModelError, shown
+from ridgeline.model_files import num_repeats, repeats_ways
 from ridgeline.quant.format import WeightFormat
 
 ANY = ".*"
@@ -284,27 +285,10 @@ def regex(pattern: str, section: Section, key: str) -> str:
     return f"(?:{pattern}).*"
 
 
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[\d,]+\}|.", re.DOTALL)
-
-
 def takes_long(pattern: str) -> bool:
-    """Whether an expression may try very many ways to match a name: each repeat multiplies them by the name's length, and a group
-    that may match in several ways doubles them with each time that it is repeated."""
-    repeats, closed = 0, False                           # the last token closed a group with repeats or alternatives
-    groups = [False]                                     # whether the expression, and each open group, has any
-    for token in _TOKEN.findall(pattern):
-        repeats_it = token in ("*", "+") or token.startswith("{")
-        if repeats_it and closed:
-            return True
-        repeats += repeats_it
-        groups[-1] |= repeats_it or token == "|"
-        closed = False
-        if token == "(":
-            groups.append(False)
-        elif token == ")" and len(groups) > 1:
-            closed = groups.pop()
-            groups[-1] |= closed
-    return repeats > MOST_REPEATS
+    """Whether an expression may try very many ways to match a name: each repeat multiplies them by the name's length, and a
+    repeated group that may match in several ways doubles them each time."""
+    return repeats_ways(pattern) or num_repeats(pattern) > MOST_REPEATS
 
 
 def component(name: str) -> str:

@@ -73,7 +73,7 @@ def integer_codes(codes, scale, zero, ZEROS: tl.constexpr, UPCAST: tl.constexpr)
 @triton_kernel()
 def byte_codes(codes, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
     """e4m3 codes, uint8 -> bfloat16; with UPCAST float32. Four codes at a time, two in a word: sign, exponent and mantissa to
-    their places in a bfloat16 number, which is 2^120 times too small. Conversion instructions take six times as long."""
+    their places in a bfloat16 number, which is 2^120 times too small. Conversion instructions take several times as long."""
     if UPCAST:
         wide = codes.to(tl.int8, bitcast=True).to(tl.int32)
         numbers = ((wide << 20) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36

@@ -2,7 +2,7 @@
 
 A warp reads 128 inputs of some outputs at a time: eight lanes have 16 neighbouring codes each. All codes of a part of a row are
 requested at once, a part ahead. A code becomes a float32 number by its bits, in four instructions with its product: conversion
-instructions take six times as long. Sums are multiplied by the scale of 128 inputs before the next ones are added.
+instructions take several times as long. Sums are multiplied by the scale of 128 inputs before the next ones are added.
 
     up      a CTA: some outputs of one pair's expert; the warps share its inputs
     down    a CTA: some outputs of one token; the warps share the inputs of all its experts
